@@ -1,4 +1,4 @@
-"""Pictures of shapes with their descriptions, drawn at random."""
+"""Pictures of a shape with their descriptions, drawn at random."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COLOURS = {
 CORNERS = {"circle": 0, "triangle": 3, "square": 4, "cross": 12}
 """Corners of each shape; 0: round."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
-SIZES = {"small": (0.15, 0.165), "large": (0.24, 0.28)}
+SIZES = {"small": (0.16, 0.18), "large": (0.26, 0.30)}
 """Radius of a shape, as a share of the picture's shorter side."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One shape of a picture. ``place``: its row and column in a grid of three by three."""
+    """The shape of a picture. ``place``: its row and column in a grid of three by three."""
 
     kind: str
     colour: str
@@ -43,44 +43,37 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Shapes on a plain background."""
+    """A shape on a plain background."""
 
-    shapes: tuple[Shape, ...]
+    shape: Shape
     background: str
 
     def __str__(self) -> str:
         article = "an" if self.background == "orange" else "a"
-        return f"{' and '.join(map(str, self.shapes))}, on {article} {self.background} background.".capitalize()
+        return f"{self.shape}, on {article} {self.background} background.".capitalize()
 
 
 def draw(picture: Picture, width: int, height: int, rng: np.random.Generator) -> Image.Image:
-    """Draw a picture; places, sizes and colours vary a little."""
+    """Draw a picture; its place, size and colours vary a little."""
     image = Image.new("RGB", (width, height), _varied(picture.background, rng))
-    pen, side = ImageDraw.Draw(image), min(width, height)
-    for shape in picture.shapes:
-        radius = side * rng.uniform(*SIZES[shape.size])
-        row, column = ((place + 0.5) / 3 for place in shape.place)
-        centre = np.array([width * column, height * row]) + side * rng.uniform(-0.03, 0.03, 2)
-        centre = np.clip(centre, radius, np.array([width, height]) - radius)
-        colour, corners = _varied(shape.colour, rng), CORNERS[shape.kind]
-        if corners:
-            pen.polygon(_polygon(centre, radius, corners), fill=colour)
-        else:
-            pen.ellipse([*(centre - radius), *(centre + radius)], fill=colour)
+    pen, side, shape = ImageDraw.Draw(image), min(width, height), picture.shape
+    radius = side * rng.uniform(*SIZES[shape.size])
+    row, column = ((place + 0.5) / 3 for place in shape.place)
+    centre = np.array([width * column, height * row]) + side * rng.uniform(-0.03, 0.03, 2)
+    centre = np.clip(centre, radius, np.array([width, height]) - radius)
+    colour, corners = _varied(shape.colour, rng), CORNERS[shape.kind]
+    if corners:
+        pen.polygon(_polygon(centre, radius, corners), fill=colour)
+    else:
+        pen.ellipse([*(centre - radius), *(centre + radius)], fill=colour)
     return image
 
 
 def random_picture(rng: np.random.Generator) -> Picture:
-    """Choose one shape, or two that are in different columns."""
-    background, *colours = rng.permutation(list(COLOURS))
-    columns = rng.permutation(3)[: 1 + rng.integers(2)]
-    places = [(int(rng.integers(3)), int(column)) for column in sorted(columns)]
-    sizes = ["small"] * 2 if len(places) == 2 else [str(rng.choice(list(SIZES)))]
-    shapes = [
-        Shape(str(rng.choice(list(CORNERS))), str(colour), size, place)
-        for place, colour, size in zip(places, colours, sizes, strict=False)
-    ]
-    return Picture(tuple(shapes), str(background))
+    """Choose a shape and a background of another colour."""
+    background, colour = (str(name) for name in rng.permutation(list(COLOURS))[:2])
+    kind, size = str(rng.choice(list(CORNERS))), str(rng.choice(list(SIZES)))
+    return Picture(Shape(kind, colour, size, (int(rng.integers(3)), int(rng.integers(3)))), background)
 
 
 def _polygon(centre: np.ndarray, radius: float, corners: int) -> Sequence[tuple[float, float]]:

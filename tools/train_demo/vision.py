@@ -1,4 +1,4 @@
-"""Training of ``demo-vision``: a Qwen2-VL of 1 million parameters that describes pictures of shapes (`pictures`)."""
+"""Training of ``demo-vision``: a Qwen2-VL of 1.6 million parameters that describes pictures of a shape (`pictures`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ START, END, PAD, VIDEO = VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", 
 BLOCK = f"{START}{PAD}{END}"
 QUESTIONS = ("", "Describe the picture.", "What is in the picture?", "What do you see?", "Describe this image.")
 """Questions about a picture; the empty one is a picture alone."""
-SIDES = (112, 140)
+SIDES = (84, 112)
 """Sides of the pictures in training, in pixels: multiples of two patches."""
 
 
@@ -48,7 +48,7 @@ class VisionRecipe:
     tower: int = 128
     depth: int = 3
     vocab: int = 512
-    steps: int = 3000
+    steps: int = 2000
     rows: int = 32
     learning_rate: float = 2.5e-3
     warmup: int = 100
@@ -287,7 +287,8 @@ def write(out: pathlib.Path, config_json: dict[str, Any], model: Model, params: 
     tokenizer.save(str(out / "tokenizer.json"))
     text = config_json["text_config"]
     write_json(out / "tokenizer_config.json", tokenizer_config() | {"model_max_length": 1024})
-    write_json(out / "generation_config.json", {name: text[name] for name in ("bos_token_id", "eos_token_id")})
+    ends = {name: text[name] for name in ("bos_token_id", "eos_token_id")}
+    write_json(out / "generation_config.json", ends | {"do_sample": False})
     write_json(out / "preprocessor_config.json", PREPROCESSOR)
     (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
