@@ -1,5 +1,6 @@
 """The tool that trains demo-vision: its pictures, and a quick run."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,5 +36,5 @@ def test_a_quick_run_writes_a_folder_that_loads(tmp_path, capsys: pytest.Capture
     assert model.vision is not None
     image = model.vision.processor.prepare(np.zeros((SIDES[0], SIDES[0], 3), np.uint8))
     (begin, pad, end) = model.tokenizer.encode(BLOCK, add_special_tokens=False)
-    tokens = np.array([begin, *[pad] * (image.patches.shape[0] // 4), end])
+    tokens = jnp.array([begin, *[pad] * (image.patches.shape[0] // 4), end])
     assert model.apply(model.params, tokens, [image]).shape == (len(tokens), 512)
