@@ -27,9 +27,12 @@ from jaxinfer.engine.execution.memory import stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
+from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.head import HeadFiles
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Model, with_vision
+from jaxinfer.models.vision.registry import vision_family_for
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.mesh import mesh_for, stages
 from jaxinfer.planner.memory import Needs
@@ -74,11 +77,22 @@ def model_of(work: Work) -> Model:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
     model = stored(model, work.weights) if work.weights else model
+    model = with_vision(model, vision_of(work), "bfloat16")
     if work.head:
         return model.replace(draft=head_of(model, work.head))
     if not work.draft_layers:
         return model
     return model.replace(draft=model_of(dataclasses.replace(work, layers=work.draft_layers, draft_layers=0)))
+
+
+def vision_of(work: Work) -> Vision | None:
+    """Return the whole vision tower, whatever the number of layers; None: the model has none, or no image processor."""
+    config_json, settings = work.published(), work.processor()
+    family = vision_family_for(config_json)
+    if family is None or settings is None:
+        return None
+    config = family.config(config_json)
+    return Vision(family.module(config), config, family, family.processor(config_json, {PROCESSOR_FILES[0]: settings}))
 
 
 def head_of(model: Model, method: str) -> Model:

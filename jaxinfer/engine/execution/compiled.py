@@ -126,14 +126,14 @@ def compile_largest(
     the drafting program.
 
     All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one;
-    ``every_size``: also the decode programs of fewer rows.
+    ``every_size``: also the decode programs of fewer rows, and the encoder programs of fewer patches.
     """
     work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
     wanted += [work.sized("decode", rows) for rows in work.engine.decode_sizes] if every_size else []
     wanted += [name + ADAPTED for name in wanted]
-    wanted += [f"encode_{rows}" for rows in engine.encoder_sizes[-1:]]
+    wanted += [f"encode_{rows}" for rows in (engine.encoder_sizes if every_size else engine.encoder_sizes[-1:])]
     jobs = {name: job for name, job in {**work.computing(), **work.encoding()}.items() if name in wanted}
     return list(_compile(_tried([(work.mesh, jobs)], engine))[0].values())
 
