@@ -302,7 +302,7 @@ class _Work:
             patches = self._array((rows, vision.config.values), np.uint8)
             given = (self.arrays.tower, images, patches, layout, self._ints(rows // vision.config.merged))
             encode = _renamed(make_encode(vision), name := f"encode_{rows}")
-            jobs[name] = _of_ranks(_Job(encode, given, 1, _sharding(images)), self.mesh, shared=1)
+            jobs[name] = _of_ranks(_Job(encode, given, 1, _sharding(images), loops=True), self.mesh, shared=1)
         return jobs
 
     def _like_parts(self) -> dict[str, str]:
