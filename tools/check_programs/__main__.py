@@ -108,6 +108,7 @@ def _compile(work: Work, number: int, plugins: pathlib.Path | None) -> Part:
         ]
         command += ["--stage", str(number), "--dumps", str(dumps), "--result", str(result)]
         variables = environment(plugins)
+        variables["TF_CPP_MIN_LOG_LEVEL"] = "0"  # spills are a message of the level INFO
         variables["XLA_FLAGS"] += f" --xla_dump_to={dumps} --xla_dump_hlo_as_text"
         done = subprocess.run(command, env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
         print(done.stderr, end="", file=sys.stderr)

@@ -49,7 +49,10 @@ from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64
 ENCODE = "encode_"  # prefix of the names of encoder programs
-SCORED = 1024  # most queries of a vision tower that are scored at once with all keys of an image
+# Keys that each query of a vision tower is scored with, on average of those at once: all keys of a small image, in
+# larger ones for some queries at a time, or those of a few windows.
+SCORED = 384
+SMALL = 1024
 ENGINE = EngineConfig(max_num_seqs=64, page_size=PAGE, max_model_len=4096, max_logprobs=20)
 
 
@@ -317,7 +320,7 @@ def _encoder_steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Pat
             pool=math.prod(planned.arrays.images.shape),
             tokens=rows,
             widest=should.widest,
-            scores=config.heads * rows * min(rows, SCORED),
+            scores=config.heads * rows * (rows if rows <= SMALL else SCORED),
             logits=0,
             layers=should.layers,
             tail=should.tail,

@@ -29,6 +29,7 @@ OF_STATES = 8  # of recurrences: positions, convolution, gates, the recurrence, 
 OF_CONVOLUTION = 5  # of each further convolution: gather, convolution, transpose, scatter, concatenation of its input
 OF_STREAMS = 10  # of AltUp streams of hidden states: predicted, normalised, corrected, gated
 OF_BOTH = 6  # of a layer with both attention and recurrence: each output and input scaled separately
+OF_SCORES = 2  # of attention of a vision tower, which is XLA's: its scores, their softmax, the sum of the values
 MATRICES = 4  # of a dense layer, with the activation between two of them; each further matrix is another kernel
 OF_ADAPTERS = (
     4  # of each weight with adapters: rows into tiles, two products, rows back; for experts, rows are assigned to tiles
@@ -186,6 +187,7 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     most += OF_SUMS * many + (OF_EXPERTS + OF_GROUPS * (step.tokens > MANY)) * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
     most += OF_OUT_NORMS * step.out_norms + OF_BOTH * step.both + OF_STREAMS * step.streams
+    most += OF_SCORES * (step.scores > 0)
     most += OF_CONVOLUTION * max(0, step.convolutions - 1)
     most += max(0, max(step.layers, default=0) - MATRICES) * (not step.experts)
     rounding = OF_ROUNDING_BY_KERNEL if step.by_kernel else OF_ROUNDING

@@ -92,7 +92,7 @@ class Work:
         return {**found, "vision_config": last_layers(tower, self.layers)}
 
     def processor(self) -> dict[str, Any] | None:
-        """Return the preprocessor_config.json; None: there is none, and the model is compiled without a vision tower."""
+        """Return the preprocessor_config.json; None: there is none, and no vision tower is compiled."""
         path = self._file("preprocessor_config.json", PROCESSORS)
         return _read(path) if path.exists() else None
 
