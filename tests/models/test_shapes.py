@@ -54,6 +54,9 @@ PUBLISHED = {
     "GLM-4.6": 352_797_829_024,  # 356,785,898,816 with it
     "MiniMax-M2": 228_689_764_864,
     "Qwen3-Next-80B-A3B": 79_674_391_296,  # without MTP, as in the next one
+    "Qwen2.5-VL-7B": 7_615_616_512,  # the text models of 8,292,166,656, 73,410,777,344 and 31,070,754,032
+    "Qwen2.5-VL-72B": 72_706_203_648,
+    "Qwen3-VL-30B-A3B": 30_532_122_624,
     "Qwen3.5-9B": 8_953_803_264,  # the text model
     "Llama-4-Scout": 107_769_861_120,  # the text model of 108,641,793,536
     "ERNIE-4.5-21B-A3B": 21_825_437_888,

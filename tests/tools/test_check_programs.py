@@ -20,6 +20,7 @@ from tools.check_programs.rules import (
     kernels_per_layer,
     moved_arrays,
     multiplied,
+    of_assembler,
     of_partitioner,
     of_stage,
     plain_bytes,
@@ -438,6 +439,26 @@ def test_what_the_partitioner_gives_up_is_found():
     said = "E1121 spmd_partitioner.cc:650] [spmd] Involuntary full rematerialization. The compiler was not able to go"
     assert of_partitioner(said).broken
     assert not of_partitioner("W1121 sort_rewriter.cc:798] Missing deviceless CUB scratch size data").broken
+
+
+def test_a_kernel_that_spills_is_found():
+    said = "ptxas warning : Registers are spilled to local memory in function 'fusion_97', 8 bytes spill stores"
+    assert (of_assembler(said).found, of_assembler(said).broken) == ("fusion_97", True)
+    assert not of_assembler("").broken
+
+
+def test_a_transfer_to_the_host_is_found():
+    assert not rule(make_step(), "transfers").broken
+    assert rule(make_step(module=with_line("%out.1 = bf16[4,8]{1,0:S(5)} copy(%w0)")), "transfers").broken
+
+
+def test_scores_of_a_vision_tower_are_activations():
+    step, scores = make_step(), make_step(scores=1 << 20)
+    assert (step.largest, scores.largest) == (16, 1 << 20)
+    assert scores.ceiling == step.ceiling + (8 << 20)
+    looping = make_step(scores=1, module=with_line(LOOP, body_of_loop()))
+    assert rule(looping, "command buffers").asked
+    assert not rule(looping, "kernels a layer").asked
 
 
 def test_hidden_states_may_be_gathered_where_they_are_spread():

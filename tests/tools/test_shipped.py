@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import pytest
 
+from jaxinfer.types import VISION
 from pallas_kernels.check.plugins import default_folder
 from tests.tools.test_check_programs import compiles, part_of
 from tools.check_programs import __main__ as door
-from tools.check_programs.programs import plan
+from tools.check_programs.expected import expected_tower
+from tools.check_programs.programs import model_of, plan
 from tools.check_programs.rules import FITS
 from tools.check_programs.shipped import broken, fewest_layers, header, lines, shipped
 from tools.check_programs.work import MODELS, Finding, Work, shortened
@@ -61,6 +63,39 @@ def test_experts_without_a_gate_are_a_matrix_all_the_same():
     assert should.layers[:2] == (4, 5)  # a recurrence; router, two of the experts, two of the shared experts
 
 
+@pytest.mark.parametrize(
+    ("name", "published", "layer", "tail", "widest"),
+    [
+        ("Qwen2.5-VL-7B", 8_292_166_656, 4, 3, 2 * 3420),  # patches, and two of the merger
+        ("Qwen2.5-VL-72B", 73_410_777_344, 4, 3, 2 * 3456),
+        ("Qwen3-VL-30B-A3B", 31_070_754_032, 4, 9, 4304),  # three further mergers
+    ],
+)
+def test_a_vision_model_has_its_published_tower(name: str, published: int, layer: int, tail: int, widest: int):
+    model = model_of(Work(name, 64))
+    assert sum(leaf.size for leaf in jax.tree.leaves(model.params)) == published
+    should = expected_tower(model.specs[VISION], 2)
+    assert set(should.layers) == {layer}
+    assert len(should.layers) == model.vision.config.depth
+    assert (should.tail, should.widest) == (tail, widest)
+    assert should.weights == sum(2 * leaf.size for leaf in jax.tree.leaves(model.params[VISION]))
+
+
+def test_a_vision_model_of_few_layers_keeps_the_last_ones_of_its_tower():
+    kept = Work("Qwen2.5-VL-7B", 64, layers=3).published()["vision_config"]
+    assert (kept["depth"], kept["fullatt_block_indexes"]) == (3, [2])
+    kept = Work("Qwen3-VL-30B-A3B", 64, layers=12).published()["vision_config"]
+    assert (kept["depth"], kept["deepstack_visual_indexes"]) == (12, [1, 9])
+
+
+def test_images_are_planned_for():
+    planned = plan(Work("Qwen2.5-VL-7B", 64, layers=3), 0, jax.devices()[:1])
+    assert planned.engine.encoder_sizes == (256, 1024, 4096, 16384)
+    assert planned.needs.images == 2 * planned.engine.encoder_cache_size * 3584
+    assert planned.needs.weights == planned.should.weights
+    assert planned.should.gemms("decode") == ((4,) * 3, 1)  # the tower is no part of it
+
+
 def test_convolutions_are_no_gemms():
     assert plan(Work("Falcon-H1-0.5B", 64, layers=2), 0, jax.devices()[:1]).should.layers == (8, 8)
 
@@ -97,6 +132,19 @@ def test_whether_a_few_layers_fit_is_not_asked():
 def test_the_steps_for_an_a100_keep_the_rules():
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=2, target="a100"), default_folder())
     assert part.broken == []
+
+
+@pytest.mark.slow
+@compiles
+def test_a_vision_model_keeps_the_rules():
+    (part,) = door.run(Work("Qwen2.5-VL-7B", door.PAGES, layers=3), default_folder())
+    assert {"encode_256", "encode_1024", "encode_4096", "encode_16384"} < set(part.programs)
+    # 3420 inputs cannot be cut into parts of 16 bytes: for 256 patches XLA pads the down projection (docs/kernels.md).
+    padded = {(name, one.rule) for name, program in part.programs.items() for one in program.findings if one.broken}
+    assert padded == {("encode_256", "pools or weights copied, converted, cut")}
+    assert not any(one.broken for one in part.findings)
+    asked = {one.rule for one in part.programs["encode_16384"].findings if one.asked}
+    assert {"waits of the host", "command buffers", "sorts"} <= asked
 
 
 @pytest.mark.slow

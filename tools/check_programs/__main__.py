@@ -19,7 +19,7 @@ from jaxinfer.config.speculative import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs import shipped, topologies
-from tools.check_programs.rules import of_partitioner
+from tools.check_programs.rules import of_assembler, of_partitioner
 from tools.check_programs.stored import WEIGHTS
 from tools.check_programs.topologies import TOPOLOGIES
 from tools.check_programs.work import GPUS, MODELS, PATHS, Finding, Part, Work
@@ -108,12 +108,13 @@ def _compile(work: Work, number: int, plugins: pathlib.Path | None) -> Part:
         ]
         command += ["--stage", str(number), "--dumps", str(dumps), "--result", str(result)]
         variables = environment(plugins)
+        variables["TF_CPP_MIN_LOG_LEVEL"] = "0"  # spills are a message of the level INFO
         variables["XLA_FLAGS"] += f" --xla_dump_to={dumps} --xla_dump_hlo_as_text"
         done = subprocess.run(command, env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
         print(done.stderr, end="", file=sys.stderr)
         done.check_returncode()
         part = Part.read(json.loads(result.read_text(encoding="utf-8")))
-    return dataclasses.replace(part, findings=(*part.findings, of_partitioner(done.stderr)))
+    return dataclasses.replace(part, findings=(*part.findings, of_partitioner(done.stderr), of_assembler(done.stderr)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

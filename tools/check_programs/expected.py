@@ -16,12 +16,13 @@ from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import REPLICABLE, RULES
 from jaxinfer.quant import is_stored
-from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+from jaxinfer.types import VISION, ParamSpec, ParamTree, walk_specs
 
 STREAMS = "altup"  # AltUp: its router runs before and after each layer
 CONVOLUTION = "conv"  # prefix of the names of convolution taps, which no GEMM reads
 MIXERS = ("attention", "mamba", "mixer", STREAMS)  # token mixers; KEPT: matrices that produce keys, values or states
 KEPT = ("qkv", "down", "k", "zx", "bc", "dt", "gated", "qkvz", "ba", "router", "prediction")
+BLOCKS = ("blocks_", "layers_")  # prefixes of the names of a tower's layers
 TABLES = ("embed", "layer_embed", "positions", "head")  # tables that are read by row, or whole at the end
 BEHIND = "streams_out"  # parameters after the layers
 SUMS = 2  # all-reduces of a layer: attention output and feed-forward output
@@ -109,6 +110,36 @@ class Expected:
         return program == "prefill" and self.vocab > 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpectedTower:
+    """Expected encoder programs; a device has all of the vision tower.
+
+    Attributes:
+        layers, tail: GEMMs of each layer, and the other ones.
+        widest: elements of the widest activation of a patch, except scores.
+        weights: bytes of the parameters.
+    """
+
+    layers: tuple[int, ...]
+    tail: int
+    widest: int
+    weights: int
+
+
+def expected_tower(specs: ParamTree, itemsize: int) -> ExpectedTower:
+    """Derive the expectations from the tower's parameters."""
+    blocks = [name for name in specs if name.startswith(BLOCKS)]
+    others = [name for name in specs if name not in (*blocks, *TABLES)]
+    width = specs["patch"].shape[0]
+    inside = [spec for name in blocks for _, spec in walk_specs({name: specs[name]}) if _is_matrix(spec)]
+    return ExpectedTower(
+        layers=tuple(_matrices(specs[name]) for name in blocks),
+        tail=sum(_matrices(specs[name]) for name in others),
+        widest=max(math.prod(spec.shape) // width for spec in inside),
+        weights=weight_bytes(specs, {}, itemsize),
+    )
+
+
 def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Expected:
     """Derive the expectations. ``sizes``: devices along each axis of the stage's mesh; ``norms``: see `Work`."""
     model, specs = stage.model, stage.model.specs
@@ -140,7 +171,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
 
 
 def _front(specs: Any, layers: Sequence[str]) -> int:
-    others = {*layers, *TABLES, BEHIND}
+    others = {*layers, *TABLES, BEHIND, VISION}
     return sum(_matrices(specs[name]) for name in specs if name not in others) if layers else 0
 
 

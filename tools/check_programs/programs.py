@@ -18,24 +18,29 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.draft_heads import abstract_head
 from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, compile_moving, temporary_bytes
+from jaxinfer.engine.execution.encoder import abstract_layout
 from jaxinfer.engine.execution.memory import stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
+from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.head import HeadFiles
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Model, with_vision
+from jaxinfer.models.vision.registry import vision_family_for
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.parallel.mesh import mesh_for, stages
 from jaxinfer.planner.memory import Needs
-from jaxinfer.types import walk_specs
+from jaxinfer.types import VISION, walk_specs
 from pallas_kernels.check.target import DEVICES, Target
-from tools.check_programs.expected import Expected, expected
+from tools.check_programs.expected import Expected, expected, expected_tower
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
@@ -43,6 +48,11 @@ from tools.check_programs.stored import dequantized, stored
 from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64
+ENCODE = "encode_"  # prefix of the names of encoder programs
+# Keys that each query of a vision tower is scored with, on average of those at once: all keys of a small image, in
+# larger ones for some queries at a time, or those of a few windows.
+SCORED = 384
+SMALL = 1024
 ENGINE = EngineConfig(max_num_seqs=64, page_size=PAGE, max_model_len=4096, max_logprobs=20)
 
 
@@ -74,11 +84,22 @@ def model_of(work: Work) -> Model:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
     model = stored(model, work.weights) if work.weights else model
+    model = with_vision(model, vision_of(work), "bfloat16")
     if work.head:
         return model.replace(draft=head_of(model, work.head))
     if not work.draft_layers:
         return model
     return model.replace(draft=model_of(dataclasses.replace(work, layers=work.draft_layers, draft_layers=0)))
+
+
+def vision_of(work: Work) -> Vision | None:
+    """Return the whole vision tower, whatever the number of layers; None: the model has none, or no image processor."""
+    config_json, settings = work.published(), work.processor()
+    family = vision_family_for(config_json)
+    if family is None or settings is None:
+        return None
+    config = family.config(config_json)
+    return Vision(family.module(config), config, family, family.processor(config_json, {PROCESSOR_FILES[0]: settings}))
 
 
 def head_of(model: Model, method: str) -> Model:
@@ -178,13 +199,18 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True, every_size=True)
         moving = compile_moving(planned.stage, planned.arrays, planned.engine)
     seconds = time.perf_counter() - start
-    steps = [*_steps(planned, compiled, dumps, work.weights), *_draft_steps(work, dumps)]
+    encoders = [one for one in compiled if _name(one.as_text()).startswith(ENCODE)]
+    texts = [one for one in compiled if one not in encoders]
+    steps = [*_steps(planned, texts, dumps, work.weights), *_draft_steps(work, dumps)]
+    steps += _encoder_steps(planned, encoders, dumps)
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
-    # A decode step's arguments are all arrays of the stage, except the sampler state of the other microbatches.
+    # A decode step's arguments are all arrays of the stage, except the sampler state of the other microbatches, and
+    # what belongs to images.
     decode = max(
         (step for step in steps if step.name in ("decode", f"decode{ADAPTED}")), key=lambda step: step.arguments
     )
-    peak = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.microbatch
+    resting = sum(device_bytes(array) for array in (planned.arrays.tower, planned.arrays.images))
+    peak = decode.arguments + resting + max(step.temporaries for step in steps) + needs.sampler - planned.microbatch
     total = needs.fixed + planned.pool
     return Part(
         number=number,
@@ -227,13 +253,11 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
     rounded = weights.endswith("-activations")
     pages, sizes = planned.engine.num_pages, _sizes(jax.tree.leaves(planned.arrays.params)[0].sharding.mesh)
     pool = stage.model.cache_spec.pool_shape(pages, PAGE, math.prod(sizes.values()))
+    tower, cache = device_bytes(planned.arrays.tower), device_bytes(planned.arrays.images)
     for executable in compiled:
         text, memory = executable.as_text(), executable.memory_analysis()
         name = _name(text)
-        dump, metadata = (
-            next(dumps.glob(f"*.jit_{name}.{what}.txt")).read_text(encoding="utf-8")
-            for what in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
-        )
+        dump, metadata = _dumps(dumps, name)
         program, sampler = name.removesuffix(ADAPTED), planned.microbatch * name.startswith(("decode", "draft"))
         kind, adapters = program.removesuffix(f"_{_rows(program)}"), needs.adapters * (program != name)
         layers, tail = should.gemms(kind)
@@ -257,7 +281,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             aliased=memory.alias_size_in_bytes,
             temporaries=temporary_bytes(executable),
             arguments=memory.argument_size_in_bytes,
-            planned=needs.weights + planned.kept + sampler + adapters,
+            planned=needs.weights - tower + planned.kept + sampler + adapters + cache * name.startswith("prefill"),
             whole=layers == should.layers and tail == should.head,
             experts=should.experts,
             states=any(layer.states for layer in stage.model.cache_spec.layers),
@@ -275,6 +299,47 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             and planned.decodes_by_kernel
             and _by_gemm(weights, should.devices),
         )
+
+
+def _encoder_steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path) -> Iterator[Step]:
+    """Yield each encoder program with its properties."""
+    model = planned.stage.model
+    for executable in compiled:
+        assert model.vision is not None
+        config, should = model.vision.config, expected_tower(model.specs[VISION], model.dtype.itemsize)
+        text, memory = executable.as_text(), executable.memory_analysis()
+        dump, metadata = _dumps(dumps, name := _name(text))
+        rows, cache = int(name.removeprefix(ENCODE)), device_bytes(planned.arrays.images)
+        layout = sum(array.nbytes for array in abstract_layout(model.vision, rows).values())
+        inputs = rows * config.values + layout + rows // config.merged * np.dtype(np.int32).itemsize
+        yield Step(
+            name=name,
+            module=read_module(text),
+            launches=read_launches(dump, metadata),
+            waits=tuple(read_waits(dump)),
+            pool=math.prod(planned.arrays.images.shape),
+            tokens=rows,
+            widest=should.widest,
+            scores=config.heads * rows * (rows if rows <= SMALL else SCORED),
+            logits=0,
+            layers=should.layers,
+            tail=should.tail,
+            donated=cache,
+            aliased=memory.alias_size_in_bytes,
+            temporaries=temporary_bytes(executable),
+            arguments=memory.argument_size_in_bytes,
+            planned=should.weights + cache + inputs,
+            devices=planned.should.devices,
+        )
+
+
+def _dumps(dumps: pathlib.Path, name: str) -> tuple[str, str]:
+    """Return XLA's dumps of a program: its launches, and the names of custom calls."""
+    launches, metadata = (
+        next(dumps.glob(f"*.jit_{name}.{what}.txt")).read_text(encoding="utf-8")
+        for what in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
+    )
+    return launches, metadata
 
 
 def _by_gemm(weights: str, devices: int) -> bool:

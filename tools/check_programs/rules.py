@@ -29,6 +29,7 @@ OF_STATES = 8  # of recurrences: positions, convolution, gates, the recurrence, 
 OF_CONVOLUTION = 5  # of each further convolution: gather, convolution, transpose, scatter, concatenation of its input
 OF_STREAMS = 10  # of AltUp streams of hidden states: predicted, normalised, corrected, gated
 OF_BOTH = 6  # of a layer with both attention and recurrence: each output and input scaled separately
+OF_SCORES = 2  # of attention of a vision tower, which is XLA's: its scores, their softmax, the sum of the values
 MATRICES = 4  # of a dense layer, with the activation between two of them; each further matrix is another kernel
 OF_ADAPTERS = (
     4  # of each weight with adapters: rows into tiles, two products, rows back; for experts, rows are assigned to tiles
@@ -41,6 +42,7 @@ _UTILIZATION = 0.9
 # Arrays live at a time: float32 logits, and the widest activation. A copy of one layer's pool or of the head would not
 # fit.
 _LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 24 << 20
+_SCORES = 8  # bytes of a score: in float32, and those of the block before or its weights
 _RECURRENT = 2  # further activations, in float32
 _CODES = 8  # most bits of a quantised code
 _PIECES = 4  # chunks of dequantised weights, live at a time
@@ -56,7 +58,9 @@ _COLLECTIVES = (
     "collective-broadcast",
 )
 FITS = "bytes of a device"
+_HOST = re.compile(r"S\(5\)| (?:infeed|outfeed|send|recv)\(")
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
+_SPILLS = re.compile(r"Registers are spilled to local memory in function '(\S+?)'")
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization")
 
 
@@ -87,6 +91,7 @@ class Step:
         adapters: adapters on the device, if rows may have adapters.
         dequantized: whether stored weights are dequantised, one slice of output channels after the other.
         rounded: whether products of stored weights quantise their inputs.
+        scores: attention scores that are live at once, of a vision tower; 0: a kernel's.
         by_kernel: whether it is an ordinary decode step with all products by the GEMM kernel.
     """
 
@@ -122,13 +127,14 @@ class Step:
     adapters: int = 0
     dequantized: bool = False
     rounded: bool = False
+    scores: int = 0
     by_kernel: bool = False
 
     @property
     def largest(self) -> int:
         """Elements of its largest activation."""
         in_tiles = self.tokens + self.adapters * TILE_ROWS[1]  # each adapter's last tile may be almost empty
-        return max(in_tiles * self.widest, self.tokens * LANES * -(-self.logits // LANES))
+        return max(self.scores, in_tiles * self.widest, self.tokens * LANES * -(-self.logits // LANES))
 
     @property
     def ceiling(self) -> int:
@@ -137,7 +143,7 @@ class Step:
         return (
             _FIXED
             + self.dequantized * _PIECES * GPU_PIECE
-            + int(self.tokens * (_LOGITS * 4 * self.logits + activations * 2 * self.widest))
+            + int(_SCORES * self.scores + self.tokens * (_LOGITS * 4 * self.logits + activations * 2 * self.widest))
         )
 
 
@@ -176,11 +182,12 @@ def _of_collectives(step: Step) -> Iterator[Finding]:
 def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
     of_kernels = not step.module.loops(step.repeats) and not step.dequantized
-    asked = of_kernels or step.dequantized  # loops over weights are in the command buffer
+    asked = of_kernels or step.dequantized or step.scores > 0  # their loops are in the command buffer
     count, most = kernels_per_layer(step), BY_KERNEL if step.by_kernel else KERNELS_PER_LAYER
     most += OF_SUMS * many + (OF_EXPERTS + OF_GROUPS * (step.tokens > MANY)) * step.experts
     most += OF_STATES * step.states + OF_HEAD_NORMS * step.head_norms
     most += OF_OUT_NORMS * step.out_norms + OF_BOTH * step.both + OF_STREAMS * step.streams
+    most += OF_SCORES * (step.scores > 0)
     most += OF_CONVOLUTION * max(0, step.convolutions - 1)
     most += max(0, max(step.layers, default=0) - MATRICES) * (not step.experts)
     rounding = OF_ROUNDING_BY_KERNEL if step.by_kernel else OF_ROUNDING
@@ -188,6 +195,8 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     if step.adapters:
         most += OF_ADAPTERS * max(step.layers, default=0) + OF_ADAPTED_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, of_kernels)
+    crossed = _HOST.findall("\n".join(one.line for one in step.module.in_memory()))
+    yield Finding("transfers to or from the host", str(len(crossed)), "0", not crossed)
     yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)
     sorts = step.module.sorts()
     # On a GPU, XLA may leave sorts to a library, whose calls no command buffer contains: not visible here.
@@ -215,6 +224,12 @@ def of_stage(*, planned: int, compiled: int, weights: int, declared: int, target
     near = abs(compiled - planned) <= _WITHIN * planned
     yield Finding("bytes of a device, as planned", str(compiled), str(planned), near)
     yield _at_most(FITS, compiled, int(_UTILIZATION * _MEMORY[target]))
+
+
+def of_assembler(said: str) -> Finding:
+    """Check the standard error of XLA, ``said``, for kernels whose registers do not suffice."""
+    found = _SPILLS.findall(said)
+    return Finding("kernels that spill registers", ", ".join(found[:3]) or "none", "none", not found)
 
 
 def of_partitioner(said: str) -> Finding:

@@ -12,9 +12,11 @@ from jaxinfer.formats.multimodal import text_model
 from pallas_kernels.check.plugins import ROOT
 
 MODELS = ROOT / "configs" / "models"
+PROCESSORS = MODELS / "processors"
 GPUS = ("h100", "h200", "a100", "l40s")
 PATHS = ("auto", "mosaic", "xla")
 _DEPTHS = ("num_hidden_layers", "n_layer")  # names of the layer count in config.json; the second in GPT-2 and GPT-J
+_LAYERS_BY_INDEX = ("fullatt_block_indexes", "deepstack_visual_indexes")
 _SHARED = "num_kv_shared_layers"
 
 
@@ -78,10 +80,29 @@ class Work:
 
     def config(self) -> dict[str, Any]:
         """Return the config.json of the text model, with the requested layers."""
-        folder = pathlib.Path(self.model)
-        path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
-        found = text_model(json.loads(path.read_text(encoding="utf-8")))
+        found = text_model(self.published())
         return dict(found) if self.layers is None else shortened(found, self.layers)
+
+    def published(self) -> dict[str, Any]:
+        """Return the whole config.json, whose text model has all layers, and whose tower has the requested ones."""
+        found: dict[str, Any] = _read(self._file("config.json", MODELS))
+        tower = found.get("vision_config", {})
+        if self.layers is None or self.layers >= tower.get("depth", 0):
+            return found
+        return {**found, "vision_config": last_layers(tower, self.layers)}
+
+    def processor(self) -> dict[str, Any] | None:
+        """Return the preprocessor_config.json; None: there is none, and no vision tower is compiled."""
+        path = self._file("preprocessor_config.json", PROCESSORS)
+        return _read(path) if path.exists() else None
+
+    def _file(self, name: str, published: pathlib.Path) -> pathlib.Path:
+        folder = pathlib.Path(self.model)
+        return folder / name if folder.is_dir() else published / f"{self.model}.json"
+
+
+def _read(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -94,6 +115,14 @@ def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if config.get(_SHARED):
         found[_SHARED] = min(config[_SHARED], layers // 2)
     return found
+
+
+def last_layers(tower: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a vision_config with the last ``layers`` only: kinds of layers that are named by index are among these."""
+    first = tower["depth"] - layers
+    named = {name: tower[name] for name in _LAYERS_BY_INDEX if name in tower}
+    kept = {name: [index - first for index in indices if index >= first] for name, indices in named.items()}
+    return {**tower, **kept, "depth": layers}
 
 
 @dataclasses.dataclass(frozen=True)

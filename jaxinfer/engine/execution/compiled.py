@@ -126,14 +126,14 @@ def compile_largest(
     the drafting program.
 
     All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one;
-    ``every_size``: also the decode programs of fewer rows.
+    ``every_size``: also the decode programs of fewer rows, and the encoder programs of fewer patches.
     """
     work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
     wanted += [work.sized("decode", rows) for rows in work.engine.decode_sizes] if every_size else []
     wanted += [name + ADAPTED for name in wanted]
-    wanted += [f"encode_{rows}" for rows in engine.encoder_sizes[-1:]]
+    wanted += [f"encode_{rows}" for rows in (engine.encoder_sizes if every_size else engine.encoder_sizes[-1:])]
     jobs = {name: job for name, job in {**work.computing(), **work.encoding()}.items() if name in wanted}
     return list(_compile(_tried([(work.mesh, jobs)], engine))[0].values())
 
@@ -302,7 +302,7 @@ class _Work:
             patches = self._array((rows, vision.config.values), np.uint8)
             given = (self.arrays.tower, images, patches, layout, self._ints(rows // vision.config.merged))
             encode = _renamed(make_encode(vision), name := f"encode_{rows}")
-            jobs[name] = _of_ranks(_Job(encode, given, 1, _sharding(images)), self.mesh, shared=1)
+            jobs[name] = _of_ranks(_Job(encode, given, 1, _sharding(images), loops=True), self.mesh, shared=1)
         return jobs
 
     def _like_parts(self) -> dict[str, str]:

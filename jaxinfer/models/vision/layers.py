@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -53,7 +54,7 @@ def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
 
 
 def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: int | None) -> Array:
-    """Compute blocks of queries one after another, each with all keys or those within ``reach`` of the block."""
+    """Compute blocks of queries one after another, or at once with only the keys within ``reach`` of the block."""
     rows, margin = q.shape[0], reach or 0
     blocks = math.ceil(rows / _BLOCK)
     excess = blocks * _BLOCK - rows
@@ -69,7 +70,9 @@ def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: in
         seen = keys if reach is None else [lax.dynamic_slice_in_dim(x, first, _BLOCK + 2 * margin) for x in keys]
         return _scored(own, seen[0], seen[1], of_query, seen[2], scale)
 
-    found = lax.map(block, jnp.arange(blocks) * _BLOCK)
+    # The few keys of windows are scored at once: a loop is some launches a block, and a copy that the host waits for.
+    each = functools.partial(lax.map, block) if reach is None else jax.vmap(block)
+    found = each(jnp.arange(blocks) * _BLOCK)
     return found.reshape(-1, *q.shape[1:])[:rows]
 
 
