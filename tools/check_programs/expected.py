@@ -126,7 +126,7 @@ class ExpectedTower:
     weights: int
 
 
-def expected_tower(specs: ParamTree, itemsize: int) -> ExpectedTower:
+def expected_tower(specs: Any, itemsize: int) -> ExpectedTower:
     """Derive the expectations from the tower's parameters."""
     blocks = [name for name in specs if name.startswith(BLOCKS)]
     others = [name for name in specs if name not in (*blocks, *TABLES)]
