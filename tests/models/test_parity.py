@@ -30,6 +30,11 @@ SLICE = ("gpt_oss-hub", "deepseek_v3-hub")
 TYPICAL = {case.name for case in CASES if case.served}
 
 
+ROOM = {"qwen3_5_moe_text-experts": 1.5}
+"""Factor of the allowed error where it depends on the CPU: states sum over all tokens, and one step of 32 has 1.3 times the
+allowed error on a Xeon (AVX-512), within it on an EPYC."""
+
+
 def fast(names: Iterable[str], chosen: Container[str]) -> list[Any]:
     """Return all names; those not in ``chosen`` are marked slow."""
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
@@ -47,7 +52,7 @@ def test_golden_files_are_those_of_the_cases():
 @pytest.mark.parametrize("name", fast(NAMES, TYPICAL))
 def test_logits_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
     case = golden(name)
-    assert logit_faults(case, teacher_forced(load_case(case, tmp_path), case)) == []
+    assert logit_faults(case, teacher_forced(load_case(case, tmp_path), case), ROOM.get(name, 1.0)) == []
 
 
 @pytest.mark.parametrize("name", fast(NAMES, SLICE))
