@@ -31,8 +31,8 @@ TYPICAL = {case.name for case in CASES if case.served}
 
 
 ROOM = {"qwen3_5_moe_text-experts": 1.5}
-"""Factor of the allowed error where it depends on the CPU: states sum over all tokens, and one step of 32 has 1.3 times the
-allowed error on a Xeon (AVX-512), within it on an EPYC."""
+"""Factor of the allowed error where it depends on the CPU: states sum over all tokens, and one step of 32 is off by 1.3
+times the rule on a Xeon (AVX-512), and within it on an EPYC."""
 
 
 def fast(names: Iterable[str], chosen: Container[str]) -> list[Any]:
