@@ -488,7 +488,10 @@ def test_the_demo_model_in_a_process_of_its_own_gives_what_llm_gives():
     engine = EngineConfig(max_num_seqs=3, prefill_sizes=(16,), page_size=16, max_model_len=96)
     llm = LLM("demo", config=engine)
     prompts = [[1 + i, 2, 3 + i] * (1 + i % 4) for i in range(6)]
-    params = [SamplingParams(seed=i, max_tokens=5 + i, n=1 + i % 2, logprobs=2 if i % 3 else None) for i in range(6)]
+    params = [
+        SamplingParams(seed=i, max_tokens=5 + i, n=1 + i % 2, logprobs=2 if i % 3 else None, ignore_eos=True)
+        for i in range(6)
+    ]
     want = llm.generate(prompts, params)
 
     async def main():
