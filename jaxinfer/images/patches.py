@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ MOST_PIXELS = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PatchProcessor:
+class PatchProcessor(abc.ABC):
     """See `jaxinfer.images.processor.Processor`.
 
     Attributes:
@@ -47,12 +48,12 @@ class PatchProcessor:
         return f"{self!r} {self.values!r}"
 
     @property
-    def most_rows(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def most_rows(self) -> int: ...
 
+    @abc.abstractmethod
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
         """Return the tokens of an image of this grid."""
-        raise NotImplementedError
 
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches; raises ImageError, see `jaxinfer.images.processor.Processor`."""
@@ -61,9 +62,9 @@ class PatchProcessor:
         patches = cut(pixels, self.patch, self.merge)
         return ImageInput(patches, grid, digest_of(self, patches, grid))
 
+    @abc.abstractmethod
     def pixels(self, picture: Image.Image, **options: Any) -> np.ndarray:
         """Return the pixels of a resized picture, [height, width, 3]."""
-        raise NotImplementedError
 
     def resized(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
         """Resize a picture.
