@@ -33,14 +33,22 @@ def test_a_ratio_above_one_is_ours_being_faster():
 @pytest.mark.slow
 def test_the_command_measures_and_keeps_a_record(tmp_path, monkeypatch):
     """jaxinfer's own peer is on both sides; torch needs a separate interpreter."""
-    names = {"ours": (sys.executable, "xla_peer"), "torch": (sys.executable, "xla_peer")}
-    workers = {
-        name: attention_cpu.Worker(name, (program, "-m", f"benchmarks.attention.{module}"), tmp_path / name)
-        for name, (program, module) in names.items()
-    }
-    monkeypatch.setattr(attention_cpu, "start_peers", lambda *_: workers)
+    monkeypatch.setattr(attention_cpu, "PEERS", dict.fromkeys(("ours", "torch"), "attention.xla_peer"))
     out = tmp_path / "record.json"
-    words = ["--rounds", "1", "--seconds", "0", "--only", "decode 1 x 128", "--dtypes", "float32", "--out", str(out)]
+    words = [
+        "--oracle-python",
+        sys.executable,
+        "--rounds",
+        "1",
+        "--seconds",
+        "0",
+        "--only",
+        "decode 1 x 128",
+        "--dtypes",
+        "float32",
+        "--out",
+        str(out),
+    ]
     assert attention_cpu.main(words) == 0
     record = json.loads(out.read_text())
     (row,) = record["rows"]
