@@ -21,7 +21,7 @@ from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.placed import place_images
-from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt
+from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, timed
 from jaxinfer.loading import start_engine
 from jaxinfer.lora.door import LoRAChoice, LoRAFrontend
 from jaxinfer.models.model import Model
@@ -35,7 +35,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, PlacedImage, PositionLogprobs, Request, SequenceDelta
 
 # Fields of a request that hold the prompt itself, as text or as tokens, and its images.
-_OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "multi_modal_data")
+_OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data")
 
 
 class Logprob(NamedTuple):
@@ -205,7 +205,7 @@ class LLM(LoRAFrontend):
 
         A prompt is text, a list of token ids or, with images, ``{"prompt": ..., "images": [...]}``, in whose text or
         ``prompt_token_ids`` each image is one placeholder. An image is a path, the bytes of a file, a data URL, a
-        Pillow image or an array (docs/images.md).
+        Pillow image or an array; ``videos`` are lists of such frames (docs/images.md).
 
         Args:
             sampling_params: one for all, or one for each prompt (default: the checkpoint's recommendation).
@@ -316,12 +316,14 @@ class LLM(LoRAFrontend):
         if isinstance(prompt, ImagePrompt):
             images, prompt = [*prompt.images], prompt.prompt
         if vision is None and images:
-            raise RequestError(images[0].field, "is an image, and the model reads text only")
+            kind = "a video" if images[0].video else "an image"
+            raise RequestError(images[0].field, f"is {kind}, and the model reads text only")
         placed: tuple[PlacedImage, ...] = ()
         if vision is not None:
             processor = vision.processor
             if self.tokenizer is not None:
                 processor = for_vocabulary(processor, self.tokenizer.token_to_id)
+            prompt = timed(prompt, images, processor)
             ids = self._intake.encode("prompt", prompt) if isinstance(prompt, str) else prompt
             found = [image.prepared(processor) for image in images]
             prompt, placed = place_images("prompt", ids, processor, found)
@@ -343,10 +345,12 @@ class LLM(LoRAFrontend):
     ) -> list[RequestOutput]:
         """Generate on conversations, through the checkpoint's chat template; see `generate`.
 
-        An image is a part of a content: ``{"type": "image", "image": ...}``, or OpenAI's ``image_url`` with a data URL.
+        An image is a part of a content: ``{"type": "image", "image": ...}``, or OpenAI's ``image_url`` with a data URL;
+        a video is ``{"type": "video", "video": [frame, ...], "fps": 2}``.
 
         Args:
-            mm_processor_kwargs: options of the image processor for all images (``min_pixels``, ``max_pixels``).
+            mm_processor_kwargs: options of the image processor for all images (``min_pixels``, ``max_pixels``) and
+                videos (``fps``, too).
 
         Raises:
             RequestError: the checkpoint has no chat template, a content is neither text nor an image, or `generate`
@@ -364,7 +368,9 @@ class LLM(LoRAFrontend):
             shown, images = with_images(each, list(template.sources.values()))
             text = template.render(shown, add_generation_prompt, tools)
             options = mm_processor_kwargs or {}
-            held = [HeldImage(image.field, image.source, {**options, **image.options}) for image in images]
+            held = [HeldImage(i.field, i.source, {**options, **i.options}, i.video) for i in images]
+            if self.model.vision is not None:
+                text = timed(text, held, self.model.vision.processor)
             # The template adds the special tokens itself.
             prompts.append(ImagePrompt(tokenizer.encode(text, add_special_tokens=False), held))
         asked = use_tqdm if progress is None else progress

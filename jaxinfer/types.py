@@ -55,21 +55,35 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageInput:
-    """An image, or a clip of frames, as a vision tower reads it.
+    """An image or a video as a vision tower reads it.
 
     Attributes:
         patches: [rows, values], a row for each patch in the order of the tower: resized pixels (uint8), or normalised
             ones (floating point), with respect to which the model is differentiable.
-        grid: numbers of patches: frames, rows and columns.
+        grid: numbers of patches: frames (of a video: of as many frames as one patch spans), rows and columns.
         digest: hexadecimal hash of all of the above and of the processor, the key of everything cached that was
             computed with it. Images of equal digests are equal.
         step: rotary positions between two frames on the time axis; part of the digest.
+        video: its placeholders are the model's video token.
     """
 
     patches: Any
     grid: tuple[int, int, int]
     digest: str = ""
     step: float = 1.0
+    video: bool = False
+
+    @property
+    def frames(self) -> tuple[ImageInput, ...]:
+        """The parts that a tower encodes each by itself: towers see one frame at a time."""
+        count = self.grid[0]
+        if count == 1:
+            return (self,)
+        grid, rows = (1, *self.grid[1:]), self.patches.shape[0] // count
+        return tuple(
+            ImageInput(self.patches[index * rows : (index + 1) * rows], grid, f"{self.digest}:{index}", video=True)
+            for index in range(count)
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ImageInput) and (self.digest, self.grid) == (other.digest, other.grid)
@@ -82,8 +96,8 @@ class PlacedImage(NamedTuple):
     """An image at its place in a prompt.
 
     Attributes:
-        start, stop: range of prompt positions. Each token in it that is the model's image token is a placeholder, and
-            the k-th placeholder takes row k of the tower's output.
+        start, stop: range of prompt positions. Each token in it that is the model's image or video token is a
+            placeholder, and the k-th placeholder takes row k of the tower's output.
     """
 
     start: int

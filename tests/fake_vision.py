@@ -29,7 +29,6 @@ IMAGE, VALUES, SIDE = 96, 3, 8
 @dataclasses.dataclass(frozen=True)
 class FakeTowerConfig:
     d: int
-    image_token: int = IMAGE
     merged: int = 4
     values: int = VALUES
     deep: int = 0
@@ -100,10 +99,10 @@ def image_of(patches: np.ndarray, grid: Grid) -> ImageInput:
     return ImageInput(patches, grid, digest_of(PROCESSOR, patches, grid))
 
 
-def make_image(number: int, height: int = 4, width: int = 6) -> ImageInput:
-    """Return a random image of patches, which ``number`` determines."""
-    patches = np.random.default_rng(number).integers(0, 256, (height * width, VALUES), np.uint8)
-    return image_of(patches, (1, height, width))
+def make_image(number: int, height: int = 4, width: int = 6, frames: int = 1) -> ImageInput:
+    """Return a random image or video of patches, which ``number`` determines."""
+    patches = np.random.default_rng(number).integers(0, 256, (frames * height * width, VALUES), np.uint8)
+    return image_of(patches, (frames, height, width))
 
 
 def place_axes(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Int[np.ndarray, "3 length"]:
@@ -112,8 +111,8 @@ def place_axes(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Int[np.n
     for start, stop, image in images:
         parts.append(np.broadcast_to(np.arange(at, at + start - after), (3, start - after)))
         at += start - after
-        rows, columns = image.grid[1] // 2, image.grid[2] // 2
-        grid = np.indices((1, rows, columns)).reshape(3, -1) + at
+        frames, rows, columns = image.grid[0], image.grid[1] // 2, image.grid[2] // 2
+        grid = np.indices((frames, rows, columns)).reshape(3, -1) + at
         parts.append(grid)
         at, after = at + max(rows, columns), stop
     rest = len(tokens) - after

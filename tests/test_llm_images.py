@@ -7,17 +7,30 @@ import pathlib
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from jaxinfer.images.processor import Processor
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams
 from jaxinfer.text.intake import Intake
 from jaxinfer.types import Request
-from tests.fake_vision_processor import IMAGE, FakeProcessor
+from tests.fake_vision_processor import FakeProcessor
 from tests.images.pictures import picture, pixels
 from tests.serve.fake_engine import FakeEngine
-from tests.serve.vision import NEEDS, file_of, ids_of, part_of, url_of, vision_template, vision_tokenizer
+from tests.serve.vision import (
+    NEEDS,
+    VIDEO,
+    VIDEO_BLOCK,
+    file_of,
+    ids_of,
+    part_of,
+    url_of,
+    video_source,
+    vision_template,
+    vision_tokenizer,
+)
 
 FILE = file_of(4, 2)
 TEXT = {"type": "text", "text": "hi"}
@@ -38,13 +51,13 @@ class Recording(FakeEngine):
 class FakeLLM(LLM):
     """An `LLM` whose model has only what makes requests of texts and images."""
 
-    def __init__(self, processor: FakeProcessor | None) -> None:
+    def __init__(self, processor: Processor | None) -> None:
         vision = None if processor is None else types.SimpleNamespace(processor=processor)
         texts = {"tokenizer": vision_tokenizer(), "chat_template": vision_template()}
         model: Any = types.SimpleNamespace(vision=vision, name="fake", generation_config={}, **texts)
         self.recording: Any = Recording()
         self._served = (model, self.recording)
-        self._intake = Intake(model.tokenizer, IMAGE + 1, 2048, SamplingLimits())
+        self._intake = Intake(model.tokenizer, VIDEO + 1, 2048, SamplingLimits())
         self._ids = itertools.count()
 
 
@@ -54,6 +67,59 @@ def llm() -> FakeLLM:
 
 
 PARAMS = SamplingParams(max_tokens=2)
+FRAMES = [pixels(8, 4, seed=seed) for seed in range(2)]
+VIDEO_PROMPT = f"a{VIDEO_BLOCK}b"
+
+
+@pytest.mark.parametrize("options", [{}, {"mm_processor_kwargs": {"fps": 4.0}}])
+def test_prompts_with_videos(options: dict[str, Any]) -> None:
+    llm = FakeLLM(video_source("Qwen3VL").processor())
+    forms: list[dict[str, Any]] = [
+        {"videos": [FRAMES]},
+        {"videos": np.stack(FRAMES)},
+        {"videos": np.stack(FRAMES)[None]},
+        {"multi_modal_data": {"video": [picture(8, 4, seed=seed) for seed in range(2)]}},
+        {"multi_modal_data": {"video": [np.stack(FRAMES)]}},
+    ]
+    llm.generate([{"prompt": VIDEO_PROMPT, **form, **options} for form in forms], PARAMS)
+    first, second = ("<0.0 seconds>", "<0.2 seconds>") if options else ("<0.0 seconds>", "<0.5 seconds>")
+    pair = ("<|vision_start|>", [8], "<|vision_end|>")
+    for request in llm.recording.seen:
+        assert request.prompt_token_ids == ids_of("a", first, *pair, second, *pair, "b")
+        assert [each.image for each in request.images] == [llm.recording.seen[0].images[0].image]
+    two = {"prompt": "<image>" + VIDEO_PROMPT * 2, "videos": [FRAMES, FRAMES[:1]], "images": [FILE]}
+    llm.generate([two], PARAMS)
+    assert [(each.image.video, each.image.grid) for each in llm.recording.seen[-1].images] == [
+        (False, (1, 2, 4)),
+        (True, (2, 4, 8)),
+        (True, (1, 4, 8)),
+    ]
+
+
+def test_conversations_with_videos() -> None:
+    llm = FakeLLM(video_source("Qwen3VL").processor())
+    llm.chat([{"role": "user", "content": [{"type": "video", "video": FRAMES, "fps": 4}, TEXT]}], PARAMS)
+    pair = ("<|vision_start|>", [8], "<|vision_end|>")
+    (request,) = llm.recording.seen
+    assert request.prompt_token_ids == ids_of("[user] <0.0 seconds>", *pair, "<0.2 seconds>", *pair, "hi\n[a] ")
+
+
+@pytest.mark.parametrize(
+    ("videos", "options", "place"),
+    [
+        (["a.mp4"], {}, "videos[0]"),
+        ([[]], {}, "videos[0]"),
+        ([FRAMES], {"fps": 0}, "videos[0]"),
+        ([FRAMES], {"fps": "2"}, "videos[0]"),
+        ([[FRAMES[0], FRAMES[0][:2]]], {}, "videos[0]"),
+        ([[b"no image"]], {}, "videos[0]"),
+    ],
+)
+def test_videos_that_are_refused(videos: Any, options: dict[str, Any], place: str) -> None:
+    llm = FakeLLM(video_source().processor())
+    with pytest.raises(RequestError) as refused:
+        llm.generate({"prompt": VIDEO_PROMPT, "videos": videos, "mm_processor_kwargs": options}, PARAMS)
+    assert refused.value.place == place
 
 
 def test_prompts_with_images(llm: FakeLLM, tmp_path: pathlib.Path) -> None:
@@ -106,7 +172,9 @@ def test_conversations_with_images(llm: FakeLLM) -> None:
         ({"prompt": "<image>", "images": ["nowhere.png"]}, "images"),
         ({"prompt": "<image>", "images": ["https://example.com/a.png"]}, "images"),
         ({"prompt": "<image>", "multi_modal_data": {"image": 7}}, "multi_modal_data"),
-        ({"prompt": "<image>", "multi_modal_data": {"video": FILE}}, "multi_modal_data"),
+        ({"prompt": "<image>", "multi_modal_data": {"audio": FILE}}, "multi_modal_data"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": [FILE]}}, "multi_modal_data"),
+        ({"prompt": "<image>", "videos": [[FILE]]}, "videos"),
         ({"prompt": "<image>", "images": [FILE], "multi_modal_data": {"image": FILE}}, "images"),
         ({"prompt": "<image>", "images": [FILE], "mm_processor_kwargs": 7}, "mm_processor_kwargs"),
         ({"prompt": "<image>", "images": [FILE], "mm_processor_kwargs": {"size": 7}}, "images"),
@@ -133,7 +201,8 @@ def test_prompts_that_are_refused(llm: FakeLLM, prompt: Any, field: str) -> None
         ({"type": "image", "image": "nowhere.png"}, "messages[0].content[0].image"),
         (part_of("https://example.com/a.png"), "messages[0].content[0].image_url.url"),
         ({"type": "image"}, "messages[0].content[0].type"),
-        ({"type": "video", "video": "a.mp4"}, "messages[0].content[0].type"),
+        ({"type": "video", "video": "a.mp4"}, "messages[0].content[0].video"),
+        ({"type": "video", "video": [FILE]}, "messages[0].content[0].video"),
     ],
 )
 def test_conversations_that_are_refused(llm: FakeLLM, part: dict[str, Any], place: str) -> None:

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.client.fields import guarded, set_field, set_struct
+from jaxinfer.client.fields import extend, guarded, set_field, set_struct
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
 ChatMessage = Mapping[str, Any]
@@ -16,6 +16,7 @@ _MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.T
 _TYPED = ("content", "tool_call_id", "reasoning")
 _IMAGES = ("image", "image_url")
 _OPTIONS = ("min_pixels", "max_pixels")
+_VIDEO = "video"
 _LOW = 512 * 512  # pixels of OpenAI's detail "low"
 
 
@@ -54,13 +55,16 @@ def set_message(item: pb.ChatMessage, message: ChatMessage) -> None:
 
 def _has_images(content: Any) -> bool:
     parts = content if isinstance(content, (list, tuple)) else ()
-    return any(isinstance(part, Mapping) and part.get("type") in _IMAGES for part in parts)
+    return any(isinstance(part, Mapping) and part.get("type") in (*_IMAGES, _VIDEO) for part in parts)
 
 
 def _set_part(item: pb.Content, part: Any) -> None:
-    """Set a text part, or an image: OpenAI's ``image_url``, or ``{"type": "image", "image": ...}`` with the bytes, the
-    path or the URL of a file."""
+    """Set a text part, a video (``{"type": "video", "video": [frame, ...], "fps": 2}``), or an image: OpenAI's
+    ``image_url``, or ``{"type": "image", "image": ...}`` with the bytes, the path or the URL of a file."""
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == _VIDEO:
+        _set_video(item.video, part)
+        return
     if kind not in _IMAGES:
         set_field(item, "text", part.get("text") if kind == "text" else None)
         return
@@ -76,6 +80,16 @@ def _set_part(item: pb.Content, part: Any) -> None:
     for name, value in (("max_pixels", _LOW if options.get("detail") == "low" else None), *options.items()):
         if name in _OPTIONS and value is not None:
             set_field(item.image, name, value)
+
+
+def _set_video(item: pb.Video, part: Mapping[str, Any]) -> None:
+    frames: Any = part.get(_VIDEO)
+    listed = frames if isinstance(frames, (list, tuple)) else ()
+    read = [pathlib.Path(each).read_bytes() if isinstance(each, (str, os.PathLike)) else each for each in listed]
+    extend(_VIDEO, item.frames, read if listed else frames)
+    for name in ("fps", *_OPTIONS):
+        if part.get(name) is not None:
+            set_field(item, name, part[name])
 
 
 def _add_call(item: pb.ChatMessage, call: ToolCall) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jaxinfer.config.cache import CacheConfig
@@ -335,7 +335,7 @@ def _require_simple(config: EngineConfig) -> None:
     _require(held is None or held >= config.max_loras, "max_cpu_loras", held, f"must be at least {config.max_loras}")
     modules = config.lora_target_modules
     _require(bool(modules) and all(modules), "lora_target_modules", modules, "must name modules, or all-linear")
-    _most_images(config)
+    _mm_limits(config)
     for name in ("max_logprobs", "structured_output_helpers"):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
 
@@ -450,16 +450,16 @@ _ENCODER_SIZES = (256, 1024, 4096, 16384)
 _LEAST_CACHED = 4096  # image tokens
 
 
-def _most_images(config: EngineConfig) -> int | None:
+def _mm_limits(config: EngineConfig) -> Mapping[str, int]:
     try:
-        return config.most_images
+        return config.mm_limits
     except ValueError as error:
         raise EngineConfigError(f"limit_mm_per_prompt = {config.limit_mm_per_prompt} {error}") from error
 
 
 def _image_sizes(config: _Chosen, images: ImageNeeds | None, length: int) -> dict[str, object]:
     """Return the settings of the encoder programs and their cache; none where images are not served."""
-    if images is None or _most_images(config) == 0:
+    if images is None or _mm_limits(config).get("image") == 0:
         for name in ("encoder_sizes", "encoder_cache_size"):
             given = getattr(config, name)
             _require(not given, name, given, "is of models with a vision tower: this has none, or is served without")

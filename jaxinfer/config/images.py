@@ -7,12 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
+KINDS = ("image", "video")
+"""Names of `ImageConfig.limit_mm_per_prompt`: of an image, and of a video."""
+
 
 class ImageNeeds(NamedTuple):
     """The part of a vision tower that shapes an engine.
 
     Attributes:
-        token: id of the placeholders in a prompt.
+        tokens: ids of the placeholders in a prompt: of images, and of videos if the model reads them.
         merged: patch rows that become one row of the encoder's output.
         values: values of a patch row.
         least_rows, most_rows: patch rows of the smallest and of the largest image.
@@ -20,7 +23,7 @@ class ImageNeeds(NamedTuple):
         both_ways: the tokens of an image attend to each other in both directions, so no chunk splits an image.
     """
 
-    token: int
+    tokens: tuple[int, ...]
     merged: int
     values: int
     least_rows: int
@@ -34,8 +37,8 @@ class ImageConfig:
     """Images of models with a vision tower.
 
     Attributes:
-        limit_mm_per_prompt: most images of a prompt, as image=N or {"image": N} (default: no limit). 0: the vision
-            tower is not loaded, and the model is served for text alone.
+        limit_mm_per_prompt: most images and videos of a prompt, as image=N, video=N or {"image": N} (default: no
+            limit). image=0: the vision tower is not loaded, and the model is served for text alone.
         encoder_sizes: patch rows of the encoder programs, ascending multiples of the rows that are merged into one; an
             image runs alone in the smallest that holds it, and one beyond the largest is rejected (default: 256, 1024,
             4096 and 16384, as far as the model's images and max_model_len reach).
@@ -49,8 +52,8 @@ class ImageConfig:
     encoder_cache_size: int | None = None
 
     @property
-    def most_images(self) -> int | None:
-        """The limit of ``limit_mm_per_prompt``; None: there is none.
+    def mm_limits(self) -> Mapping[str, int]:
+        """Limits of ``limit_mm_per_prompt`` that are given, of image and video.
 
         Raises:
             ValueError: the setting is malformed.
@@ -58,12 +61,12 @@ class ImageConfig:
         given: object = self.limit_mm_per_prompt
         texts = [given] if isinstance(given, Mapping | str) else list(self.limit_mm_per_prompt)
         limits = {name: count for text in texts for name, count in _limits(text).items()}
-        if limits.keys() - {"image"}:
-            raise ValueError("may only limit image")
-        count = limits.get("image")
-        if count is not None and (type(count) is not int or count < 0):
-            raise ValueError("must be a number of images >= 0")
-        return count
+        if limits.keys() - set(KINDS):
+            raise ValueError(f"may only limit {' and '.join(KINDS)}")
+        found = {name: count for name, count in limits.items() if type(count) is int and count >= 0}
+        if len(found) < len(limits):
+            raise ValueError("must be numbers >= 0")
+        return found
 
 
 def _limits(text: Mapping[str, object] | str) -> Mapping[str, object]:

@@ -13,24 +13,20 @@ from jaxinfer.types import ImageInput, PlacedImage
 def place_images(
     field: str, ids: Sequence[int], processor: Processor, images: Sequence[ImageInput]
 ) -> tuple[Sequence[int], tuple[PlacedImage, ...]]:
-    """Return a prompt in which the k-th placeholder is replaced by the tokens of the k-th image, and its images.
+    """Return a prompt in which each placeholder is replaced by the tokens of its image, and its images.
 
     Args:
         field: field of the request that has the prompt, for errors.
-        ids: token ids in which each image is one token, as chat templates write it.
+        ids: token ids in which each image is one token, as chat templates write it, and each video one token, or one
+            for each pair of frames (Qwen3-VL).
 
     Raises:
         RequestError: the prompt has more or fewer placeholders than there are images, or the vocabulary lacks a token
             of images.
     """
-    ids, token = list(ids), processor.image_token
-    if (found := ids.count(token)) != len(images):
-        reason = f"has {found} placeholders of images (token {token}), and {len(images)} images are given"
-        raise RequestError(field, reason)
-    if not images:
-        return ids, ()
+    ids = list(ids)
     try:
-        made, ranges = expanded(processor, ids, [image.grid for image in images])
+        made, placed = expanded(processor, ids, images)
     except ImageError as error:
-        raise RequestError(field, f"has images, and {error}") from error
-    return made, tuple(PlacedImage(*at, image) for at, image in zip(ranges, images, strict=True))
+        raise RequestError(field, f": {error}") from error
+    return made, placed

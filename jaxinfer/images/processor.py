@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,8 +17,18 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 """Files of a model folder that describe its image processor."""
 
 
+DEFAULT_FPS = 2.0
+"""Frames per second of a video without a rate, as in transformers."""
+
+
 class ImageError(ValueError):
     """An image cannot be decoded or is not supported; the message is one sentence with the reason."""
+
+
+def options_for(video: bool, *given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for an image or a video, of which later ones override: ``fps`` is of videos alone."""
+    options = {"fps": DEFAULT_FPS} | {name: value for each in given for name, value in each.items()}
+    return options if video else {name: value for name, value in options.items() if name != "fps"}
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """Image processor of Qwen's vision models: any aspect ratio, within bounds on the number of pixels.
 
-Clips are lists of frames at a rate. Frames are resized like images (Pillow, bicubic); transformers has only a
+A video is a list of frames at a rate. Frames are resized like images (Pillow, bicubic); transformers has only a
 torchvision implementation for them, which rounds differently.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +23,9 @@ from jaxinfer.types import ImageInput
 
 MOST_ASPECT = 200
 """The longer side of a picture by the shorter one, at most."""
+MOST_FRAMES = 768
+"""Frames of a video, at most: the bound of transformers' samplers."""
+_VIDEO_BLOCK = "<|vision_start|><|video_pad|><|vision_end|>"
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -37,24 +40,28 @@ class QwenProcessor:
     Attributes:
         patch, merge, temporal: pixels of a patch's side, patches of a token's side, and frames of a patch.
         pixels: fewest and most pixels of a resized image.
-        clip_pixels: the same for a frame of a clip, or for all frames together if ``by_frame``.
+        video_pixels: the same for a frame of a video, or for all frames together if ``by_frame``.
+        frame_pixels: most pixels of a resized frame of a video, beside ``video_pixels``; None: any number.
+        most_tokens: most tokens of a video; None: any number.
         resample: Pillow's filter.
         values: normalised value of each pixel value in each channel.
-        per_second: rotary positions on the time axis in a second of a clip (Qwen2.5-VL); 0: a frame pair is one.
-        by_frame: a clip is a row of images, one for each pair of frames, between which a prompt tells the time
-            (Qwen3-VL), not one image of several frames.
+        per_second: rotary positions on the time axis in a second of a video (Qwen2.5-VL); 0: a frame pair is one.
+        by_frame: each pair of frames of a video has a placeholder, and a prompt tells the time before it (Qwen3-VL).
     """
 
     image_token: int
+    video_token: int
     patch: int
     merge: int
     temporal: int
     pixels: tuple[int, int]
-    clip_pixels: tuple[int, int]
+    video_pixels: tuple[int, int]
     resample: int
     values: tuple[tuple[float, ...], ...] = dataclasses.field(repr=False)
     per_second: float = 0
     by_frame: bool = False
+    frame_pixels: int | None = None
+    most_tokens: int | None = None
 
     @functools.cached_property
     def table(self) -> np.ndarray:
@@ -84,7 +91,7 @@ class QwenProcessor:
     def within(self, rows: int) -> Self:
         """See `jaxinfer.images.expansion.within`."""
         most = min(self.pixels[1], rows * self.patch**2)
-        return dataclasses.replace(self, pixels=(min(self.pixels[0], most), most))
+        return dataclasses.replace(self, pixels=(min(self.pixels[0], most), most), frame_pixels=most)
 
     def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches.
@@ -99,52 +106,75 @@ class QwenProcessor:
         height, width = fitted(picture.height, picture.width, self.factor, self._bounds(self.pixels, options))
         return self._cut([self._resized(picture, height, width)])
 
-    def prepare_clip(
-        self, frames: Sequence[Image.Image | np.ndarray], rate: float, **options: Any
-    ) -> tuple[ImageInput, ...]:
-        """Resize the frames of a clip and cut them into patches; the last one is repeated to fill a pair.
+    def prepare_video(
+        self, frames: Iterable[Image.Image | np.ndarray], count: int, fps: float, **options: Any
+    ) -> ImageInput:
+        """Resize the frames of a video, one after the other, and cut pairs of them into patches; the last frame is
+        repeated to fill a pair.
 
         Args:
-            rate: frames per second.
+            frames: ``count`` of them.
+            fps: frames per second.
             options: see `prepare`.
 
-        Returns:
-            One input; ``by_frame`` one for each pair of frames.
+        Raises:
+            ImageError: frames have several sizes, there are none or too many, or the rate is not positive; see
+                `prepare`.
+        """
+        pairs, pictures = len(self.frame_times(count, fps)), map(rgb, frames)
+        first = next(pictures)
+        bounds = self._bounds(self.video_pixels, options)
+        height, width = self._video_size(count, first.height, first.width, bounds)
+        if self.most_tokens is not None and (found := pairs * height * width // self.factor**2) > self.most_tokens:
+            raise ImageError(f"a video of {found} tokens: it may have {self.most_tokens}")
+        resized = [self._resized(picture, height, width) for picture in _alike(first, pictures)]
+        resized += [resized[-1]] * (-count % self.temporal)
+        step = self.per_second * self.temporal / fps if self.per_second else 1.0
+        return dataclasses.replace(self._cut(resized, step), video=True)
+
+    def frame_times(self, count: int, fps: float) -> tuple[float, ...]:
+        """Return the seconds of each pair of frames of a video, the mean of both.
 
         Raises:
-            ImageError: frames have several sizes, there are none, or the rate is not positive; see `prepare`.
+            ImageError: there are no frames or too many, or the rate is not positive.
         """
-        pictures = [rgb(frame) for frame in frames]
-        if len({picture.size for picture in pictures}) != 1:
-            raise ImageError(f"the {len(pictures)} frames of a clip must have one size")
-        _require_rate(rate)
-        bounds, (width, height) = self._bounds(self.clip_pixels, options), pictures[0].size
-        sides = self._clip_size(len(pictures), height, width, bounds)
-        resized = [self._resized(picture, *sides) for picture in pictures]
-        resized += [resized[-1]] * (-len(resized) % self.temporal)
-        if self.by_frame:
-            steps = range(0, len(resized), self.temporal)
-            return tuple(self._cut(resized[step : step + self.temporal]) for step in steps)
-        step = self.per_second * self.temporal / rate if self.per_second else 1.0
-        return (self._cut(resized, step),)
-
-    def stamps(self, frames: int, rate: float) -> tuple[float, ...]:
-        """Return the seconds of each pair of frames of a clip, the mean of both, as a prompt of Qwen3-VL tells them."""
-        _require_rate(rate)
-        at = [min(index, frames - 1) / rate for index in range(frames + -frames % self.temporal)]
+        if not 0 < count <= MOST_FRAMES:
+            raise ImageError(f"a video of {count} frames: it must have 1 to {MOST_FRAMES}")
+        if not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
+            raise ImageError(f"fps = {fps!r} must be a positive number of frames per second")
+        at = [min(index, count - 1) / fps for index in range(count + -count % self.temporal)]
         return tuple((at[index] + at[index + self.temporal - 1]) / 2 for index in range(0, len(at), self.temporal))
+
+    def stamped(self, text: str, videos: Sequence[tuple[int, float]]) -> str:
+        """See `jaxinfer.images.expansion.stamped`."""
+        parts = text.split(_VIDEO_BLOCK)
+        if not self.by_frame or len(parts) != len(videos) + 1:
+            return text
+        blocks = ("".join(f"<{at:.1f} seconds>{_VIDEO_BLOCK}" for at in self.frame_times(*each)) for each in videos)
+        return "".join(part + block for part, block in zip(parts, (*blocks, ""), strict=True))
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
         return [self.image_token] * (math.prod(grid) // self.merge**2)
 
-    def _clip_size(self, frames: int, height: int, width: int, bounds: tuple[int, int]) -> tuple[int, int]:
+    def expand_video(self, grid: tuple[int, int, int]) -> list[list[int]]:
+        """Return the token ids that replace each placeholder of a video of this grid."""
+        count, rows = (grid[0], 1) if self.by_frame else (1, grid[0])
+        return [[self.video_token] * (rows * math.prod(grid[1:]) // self.merge**2)] * count
+
+    def _video_size(self, frames: int, height: int, width: int, bounds: tuple[int, int]) -> tuple[int, int]:
         if not self.by_frame:
-            return fitted(height, width, self.factor, bounds)
+            return fitted(height, width, self.factor, self._of_frames(bounds, 1))
         if min(height, width) < self.factor:
             scale = max(self.factor / height, self.factor / width)
             height, width = int(height * scale), int(width * scale)
         padded = max(round(frames / self.temporal) * self.temporal, self.temporal)
+        bounds = self._of_frames(bounds, padded)
         return fitted(height, width, self.factor, bounds, (padded, max(frames, self.temporal)))
+
+    def _of_frames(self, bounds: tuple[int, int], frames: int) -> tuple[int, int]:
+        """Return bounds on the pixels of all frames that keep ``frame_pixels``, too."""
+        most = bounds[1] if self.frame_pixels is None else min(bounds[1], self.frame_pixels * frames)
+        return min(bounds[0], most), most
 
     def _bounds(self, own: tuple[int, int], options: Mapping[str, Any]) -> tuple[int, int]:
         names = ("min_pixels", "max_pixels")
@@ -198,7 +228,8 @@ def fitted(
     return tall, wide
 
 
-# Defaults by architecture: pixels of a patch's side, the placeholder, positions in a second of a clip, `by_frame`.
+# Defaults by architecture: pixels of a patch's side, the placeholder (that of videos follows it), positions in a second
+# of a video, `by_frame`.
 _FAMILIES: Mapping[str, tuple[int, int, int, bool]] = {
     "Qwen2VLForConditionalGeneration": (14, 151655, 0, False),
     "Qwen2_5_VLForConditionalGeneration": (14, 151655, 4, False),
@@ -210,10 +241,11 @@ _FAMILIES: Mapping[str, tuple[int, int, int, bool]] = {
 
 
 def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
-    """Make the processor of one of Qwen's models from config.json and the folder's other JSON files.
+    """Make the processor of one of Qwen's models from config.json and the folder's other JSON files; fields that these
+    lack are those of transformers.
 
     Raises:
-        ValueError: a setting is invalid or not supported; the message names it.
+        ValueError: a setting is invalid, not supported, or differs from the tower's; the message names it.
     """
     architecture = next(name for name in config_json["architectures"] if name in _FAMILIES)
     side, token, per_second, by_frame = _FAMILIES[architecture]
@@ -221,36 +253,6 @@ def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]])
     patch, merge, temporal = tower_sizes(config_json, names)
     if per_second:
         (per_second,) = tower_sizes(config_json, {"tokens_per_second": per_second})
-    return qwen_processor(
-        files,
-        image_token=token_id(config_json, "image_token", token),
-        patch=patch,
-        merge=merge,
-        temporal=temporal,
-        per_second=per_second,
-        by_frame=by_frame,
-    )
-
-
-def qwen_processor(
-    files: Mapping[str, Mapping[str, Any]],
-    *,
-    image_token: int,
-    patch: int,
-    merge: int,
-    temporal: int,
-    per_second: float = 0,
-    by_frame: bool = False,
-) -> QwenProcessor:
-    """Read the processor of a checkpoint; fields that its files lack are those of transformers.
-
-    Args:
-        files: JSON files of the checkpoint by name.
-        patch, merge, temporal: those of the tower.
-
-    Raises:
-        ValueError: a setting is invalid, not supported, or differs from the tower's.
-    """
     settings = image_settings(files)
     require_kind(settings, _KINDS)
     for name, own in (("patch_size", patch), ("merge_size", merge), ("temporal_patch_size", temporal)):
@@ -259,14 +261,15 @@ def qwen_processor(
     resample = settings.get("resample")
     known = resample is None or (type(resample) is int and resample in set(Image.Resampling))
     require(known, settings, "resample", "is unknown")
-    clip_edge = 128 * 32 * 32 if by_frame else 128 * 28 * 28, 32 * 32 * 768 if by_frame else 28 * 28 * 768
+    video_edges = 128 * 32 * 32 if by_frame else 128 * 28 * 28, 32 * 32 * 768 if by_frame else 28 * 28 * 768
     return QwenProcessor(
-        image_token=image_token,
+        image_token=token_id(config_json, "image_token", token),
+        video_token=token_id(config_json, "video_token", token + 1),
         patch=patch,
         merge=merge,
         temporal=temporal,
         pixels=_edges(settings, (56 * 56, 28 * 28 * 1280)),
-        clip_pixels=_edges(files.get(_VIDEO, {}), clip_edge),
+        video_pixels=_edges(files.get(_VIDEO, {}), video_edges),
         resample=int(Image.Resampling.BICUBIC if resample is None else resample),
         values=value_table(settings, _CLIP_MEAN, _CLIP_STD),
         per_second=per_second,
@@ -287,6 +290,11 @@ def _edges(settings: Mapping[str, Any], default: tuple[int, int]) -> tuple[int, 
     return least, most
 
 
-def _require_rate(rate: float) -> None:
-    if not (isinstance(rate, int | float) and math.isfinite(rate) and rate > 0):
-        raise ImageError(f"rate = {rate!r} must be a positive number of frames per second")
+def _alike(first: Image.Image, others: Iterable[Image.Image]) -> Iterator[Image.Image]:
+    """Yield frames, of which one is read at a time; ImageError if one has another size."""
+    yield first
+    for rank, picture in enumerate(others, 1):
+        if picture.size != first.size:
+            sizes = f"{picture.width} x {picture.height} pixels, and the first {first.width} x {first.height}"
+            raise ImageError(f"frame {rank} has {sizes}: frames of a video have one size")
+        yield picture

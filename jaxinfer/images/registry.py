@@ -44,12 +44,14 @@ class ProcessorSource:
         config: config.json of the folder.
         files: content of those `PROCESSOR_FILES` that the folder has, by name.
         rows: patch rows that the engine's largest encoder program has (`within`); None: any number.
+        tokens: most tokens of a video (`within`); None: any number.
     """
 
     make: str
     config: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
     rows: int | None = None
+    tokens: int | None = None
 
     def processor(self) -> Processor:
         """Make the processor.
@@ -59,7 +61,7 @@ class ProcessorSource:
         """
         module, _, name = self.make.partition(":")
         made: Processor = getattr(importlib.import_module(module), name)(self.config, self.files)
-        return made if self.rows is None else within(made, self.rows)
+        return made if self.rows is None else within(made, self.rows, self.tokens)
 
 
 def reader_of(config_json: Mapping[str, Any], known: Container[str]) -> str | None:

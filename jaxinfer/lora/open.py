@@ -19,7 +19,8 @@ from jaxinfer.types import LoRATarget, ParamTree
 
 def open_store(model: Model, config: EngineConfig) -> LoRAStore:
     """Return a store that reads PEFT folders for a model, within the limits of an engine config."""
-    specs, base, tower = declared(model), model_base(model), model.vision is not None and config.most_images != 0
+    specs, base = declared(model), model_base(model)
+    tower = model.vision is not None and config.mm_limits.get("image") != 0
     targets = lora_targets(specs, specs, config.max_lora_rank, _modules(specs, config))  # without replicated heads
 
     def read(path: str) -> Adapter:

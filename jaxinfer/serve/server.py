@@ -19,7 +19,7 @@ from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Supervisor
 from jaxinfer.serve.frontend.frontend import Frontend
-from jaxinfer.serve.frontend.images import Images, most_images
+from jaxinfer.serve.frontend.images import Images, media_limits
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.frontend.parser_settings import model_parsers
 from jaxinfer.serve.grpc import oip
@@ -320,14 +320,14 @@ class Server:
         Raises:
             ValueError: a file of the processor is invalid.
         """
-        source, most, limits = find_source(folder), most_images(card), self.config.limits
+        source, most, limits = find_source(folder), media_limits(card), self.config.limits
         sizes = card.engine.get("encoder_sizes")
-        if source is None or most == 0 or not sizes:
+        if source is None or most.get("image") == 0 or not sizes:
             return None
-        source = dataclasses.replace(source, rows=sizes[-1])
+        source = dataclasses.replace(source, rows=sizes[-1], tokens=card.max_model_len)
         domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
         media = MediaFetcher(domains, bounds) if domains else None
-        return Images(source, limits, tokenizer.token_to_id, most, media)
+        return Images(source, limits, tokenizer.token_to_id, most, card.max_model_len, media)
 
     def _adapters(self) -> LoRAs | None:
         config = self.config

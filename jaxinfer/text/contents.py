@@ -1,12 +1,13 @@
 """Normalisation of chat messages for templates: every API converts their content to text, or to text and images, here.
 
-A content part of another kind (audio, a file) is rejected with its path. An image becomes a `GivenImage`, which
-`with_images` takes out of the messages: a template sees its place only.
+A content part of another kind (audio, a file) is rejected with its path. An image or a video becomes a `GivenImage`,
+which `with_images` takes out of the messages: a template sees its place only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,21 +21,28 @@ _ASKS_FOR_NONE = re.compile(r"content\W{0,3}\s+is\s+(?:not\s+)?none")
 _READS_PARTS = re.compile(r"\bin\s+\w+(?:\.content|\[['\"]content['\"]\])\s*(?:\||-?%})")
 _ASKS_FOR_KIND = re.compile(r"content\W{0,3}\s+is\s+(?:not\s+)?(?:string|iterable|sequence|mapping)")
 _LOW = 512 * 512
+_LONGEST_UUID = 256
 _DETAILS: Mapping[str | None, Mapping[str, Any]] = {None: {}, "auto": {}, "high": {}, "low": {"max_pixels": _LOW}}
-IMAGE = "image"
-"""Type of the parts that templates see in place of images."""
+IMAGE, VIDEO = "image", "video"
+"""Types of the parts that templates see in place of images and videos."""
+_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
+_FRAME = "data:image/jpeg;base64,"
+NO_CONTAINERS = "must be a list of frames, each an image: containers such as MP4 are not decoded"
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenImage:
-    """An image of a request, as a content part of a message.
+    """An image or a video of a request, as a content part of a message.
 
     Attributes:
         path: path of the part in its request.
         kind: its ``type``.
         name: name of the part's field that has the image.
-        source: the image: a data URL or another URL; in an offline call, anything that `picture_of` takes.
-        options: options of the processor, from the part's ``detail``.
+        source: the image: a data URL or another URL; in an offline call, anything that `picture_of` takes. Of a video:
+            a list of these, its frames.
+        options: options of the processor, from the part's ``detail`` or ``fps``.
+        video: it is a video.
+        uuid: the client's name for it, under which a later request may refer to it.
     """
 
     path: str
@@ -42,6 +50,8 @@ class GivenImage:
     name: str
     source: Any = dataclasses.field(repr=False)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    video: bool = False
+    uuid: str | None = None
 
     @property
     def field(self) -> str:
@@ -54,27 +64,63 @@ ImageReader = Callable[[str, Mapping[str, Any]], GivenImage | None]
 
 
 def image_part(path: str, part: Mapping[str, Any]) -> GivenImage | None:
-    """Read an image part in OpenAI's format; None: a part of another kind.
+    """Read an image part in OpenAI's format, or a video part (`video_part`); None: a part of another kind.
 
     Raises:
         RequestError: it has no URL, or an unknown ``detail``.
     """
+    if part.get("type") in (VIDEO, "video_url"):
+        video = video_part(path, part)
+        for rank, frame in enumerate(video.source or ()):
+            if not isinstance(frame, str):
+                _refuse(f"{video.field}[{rank}]", frame, "must be a URL")
+        return video
     if part.get("type") != "image_url":
         return None
-    given = part.get("image_url")
-    if given is None and part.get("uuid") is not None:
-        _refuse(f"{path}.image_url", None, "must have the image: none is kept under its uuid")
+    given, uuid = part.get("image_url"), _uuid(path, part)
+    if given is None and uuid is not None:
+        return GivenImage(path, "image_url", "uuid", None, uuid=uuid)
     image = {"url": given} if isinstance(given, str) else given
     if not isinstance(image, Mapping) or not isinstance(image.get("url"), str):
         _refuse(f"{path}.image_url.url", image.get("url") if isinstance(image, Mapping) else image, "must be a URL")
     options = detail_options(f"{path}.image_url.detail", image.get("detail"))
-    return GivenImage(path, "image_url", "image_url" if image is not given else "image_url.url", image["url"], options)
+    name = "image_url" if image is not given else "image_url.url"
+    return GivenImage(path, "image_url", name, image["url"], options, uuid=uuid)
+
+
+def video_part(path: str, part: Mapping[str, Any]) -> GivenImage:
+    """Read a video part: ``{"type": "video", "video": [frame, ...], "fps": 2}``, or vLLM's ``video_url``, a data URL of
+    the type ``video/jpeg`` with frames separated by commas.
+
+    Raises:
+        RequestError: it has no list of frames.
+    """
+    kind, uuid = part["type"], _uuid(path, part)
+    given = part.get(kind)
+    options = {} if part.get("fps") is None else {"fps": part["fps"]}
+    if given is None and uuid is not None:
+        return GivenImage(path, kind, "uuid", None, options, video=True, uuid=uuid)
+    name, given = (f"{kind}.url", given.get("url")) if isinstance(given, Mapping) else (kind, given)
+    if isinstance(given, str) and (head := _FRAMES.match(given)):
+        given = [_FRAME + frame for frame in given[head.end() :].split(",")]
+    if isinstance(given, str | bytes | os.PathLike) or not hasattr(given, "__len__"):
+        _refuse(f"{path}.{name}", given, NO_CONTAINERS)
+    return GivenImage(path, kind, name, given, options, video=True, uuid=uuid)
+
+
+def _uuid(path: str, part: Mapping[str, Any]) -> str | None:
+    uuid = part.get("uuid")
+    if not (uuid is None or (isinstance(uuid, str) and 0 < len(uuid) <= _LONGEST_UUID)):
+        _refuse(f"{path}.uuid", uuid, f"must be a text of 1 to {_LONGEST_UUID} characters")
+    return uuid
 
 
 def held_image(path: str, part: Mapping[str, Any]) -> GivenImage | None:
-    """Read an image part of an offline call: OpenAI's format, or ``{"type": "image", "image": ...}`` with what
-    `jaxinfer.images.source.picture_of` takes."""
+    """Read an image or video part of an offline call: as `image_part`, or ``{"type": "image", "image": ...}``, where an
+    image, and each frame, is anything that `jaxinfer.images.source.picture_of` takes."""
     kind = part.get("type")
+    if kind == VIDEO:
+        return video_part(path, part)
     name = next((name for name in _HELD.get(kind, ()) if part.get(name) is not None), None)
     if not isinstance(kind, str) or name is None:
         return image_part(path, part)
@@ -98,8 +144,9 @@ def detail_options(field: str, detail: Any) -> Mapping[str, Any]:
 def with_images(
     messages: Sequence[Mapping[str, Any]], sources: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], list[GivenImage]]:
-    """Return messages for templates, and the images in them, in order: in place of each image a template gets
-    ``{"type": "image"}``. Templates that read nothing but lists of parts get texts as such lists, too.
+    """Return messages for templates, and the images and videos in them, in order: in place of each a template gets
+    ``{"type": "image"}`` or ``{"type": "video"}``. Templates that read nothing but lists of parts get texts as such
+    lists, too.
 
     Args:
         sources: sources of the templates.
@@ -111,7 +158,9 @@ def with_images(
         content = message.get("content")
         if isinstance(content, list):
             images += [part for part in content if isinstance(part, GivenImage)]
-            parts = [{"type": IMAGE} if isinstance(part, GivenImage) else part for part in content]
+            parts = [
+                {"type": VIDEO if part.video else IMAGE} if isinstance(part, GivenImage) else part for part in content
+            ]
             message = {**message, "content": parts}
         elif listed and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
@@ -204,7 +253,7 @@ def text_part(path: str, part: Any) -> str:
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _KINDS:
-        _refuse(f"{path}.type", kind, "is not served: parts of a message are text or images")
+        _refuse(f"{path}.type", kind, "is not served: parts of a message are text, images or videos")
     if not isinstance(part.get(kind), str):
         _refuse(f"{path}.{kind}", part.get(kind), "must be a string")
     text: str = part[kind]

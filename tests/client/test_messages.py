@@ -88,9 +88,22 @@ def test_images_are_sent_as_parts() -> None:
     assert (third.image.data, third.image.min_pixels) == (b"file", 3)
 
 
+def test_videos_are_sent_as_frames(tmp_path):
+    (path := tmp_path / "a.png").write_bytes(b"second")
+    part = {"type": "video", "video": [b"first", path], "fps": 4, "max_pixels": 9}
+    (sent,) = generate_request(None, None, [{"role": "user", "content": [part]}], {}).chat.messages[0].parts
+    assert list(sent.video.frames) == [b"first", b"second"]
+    assert (sent.video.fps, sent.video.max_pixels) == (4, 9)
+    assert not sent.video.HasField("min_pixels")
+
+
 @pytest.mark.parametrize(
     "part",
     [
+        {"type": "video"},
+        {"type": "video", "video": b"file"},
+        {"type": "video", "video": [7]},
+        {"type": "video", "video": [b"file"], "fps": "x"},
         {"type": "image"},
         {"type": "image", "image": 7},
         {"type": "image_url", "image_url": "a.png"},
@@ -99,7 +112,7 @@ def test_images_are_sent_as_parts() -> None:
     ],
 )
 def test_what_is_no_image_is_not_sent(part: dict) -> None:
-    with pytest.raises(ValueError, match="cannot be sent"):
+    with pytest.raises(ValueError, match=r"cannot be sent|must be a list"):
         generate_request(None, None, [{"role": "user", "content": [part]}], {})
 
 

@@ -54,12 +54,14 @@ def make_engine_of(model: Model, **changes: Any) -> EngineCore:
 
 
 def make_requests(count: int = 14) -> list[Request]:
-    """Return prompts with images, some shared, of several sizes; some repeat themselves or have several samples."""
+    """Return prompts with images, some shared, of several sizes, and videos, which are larger than any encoder program;
+    some repeat themselves or have several samples."""
     images = [make_image(number, *size) for number, size in enumerate([(4, 6), (8, 8), (2, 2), (8, 4), (6, 6)])]
-    requests = []
+    requests, video = [], make_image(9, 8, 4, frames=3)
     for number in range(count):
         shared = [text(0, 9), images[number % 3], text(1, 40 if number % 4 == 3 else 3)]
         own = [images[3 + number % 2], text(number, 5 + number)] if number % 3 else [text(2, 6) * 3]
+        own += [video, text(number, 2)] if number % 4 == 1 else []
         parts = [*shared, *own, text(number, 3)] if number % 5 else [text(number, 12)]
         request = make_image_request(str(number), parts)
         changes: dict[str, Any] = {"n": 3} if number == 7 else {}

@@ -8,28 +8,49 @@ from PIL import Image
 
 from jaxinfer.images.expansion import expanded, for_vocabulary
 from jaxinfer.images.placed import place_images
+from jaxinfer.images.processor import ImageError
 from jaxinfer.images.registry import MAKERS, ProcessorSource
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import ImageInput
-from tests.images import test_clip, test_pixtral, test_siglip
+from jaxinfer.types import ImageInput, PlacedImage
+from tests.images import test_clip, test_pixtral, test_qwen, test_siglip
+from tests.images.test_qwen import IMAGE, VIDEO
+from tests.images.towers import shaped
 
 GRID = (1, 4, 4)
 
 
 def test_ranges_reach_from_the_first_row_of_an_image_to_the_last() -> None:
     gemma = test_siglip.processor({"size": 8})
-    ids, ranges = expanded(gemma, [107, 255_999, 255_999, 5], [GRID, GRID])
+    ids, ranges = expanded(gemma, [107, 255_999, 255_999, 5], [shaped(GRID)] * 2)
     assert ids[0] == 109
-    assert [set(ids[start:stop]) for start, stop in ranges] == [{262_144}] * 2
-    assert [(ids[start - 1], ids[stop], stop - start) for start, stop in ranges] == [(255_999, 256_000, 4)] * 2
-    assert expanded(test_pixtral.processor(), [7, 10, 8], [(1, 4, 6)]) == (
+    assert [set(ids[start:stop]) for start, stop, _ in ranges] == [{262_144}] * 2
+    assert [(ids[start - 1], ids[stop], stop - start) for start, stop, _ in ranges] == [(255_999, 256_000, 4)] * 2
+    image = shaped((1, 4, 6))
+    assert expanded(test_pixtral.processor(), [7, 10, 8], [image]) == (
         [7, 10, 10, 10, 12, 10, 10, 10, 13, 8],
-        [(1, 8)],
+        (PlacedImage(1, 8, image),),
     )
 
 
+def test_images_and_videos_take_their_own_placeholders() -> None:
+    image, video, single = shaped((1, 2, 4)), shaped((2, 2, 2), video=True), shaped((1, 2, 2), video=True)
+    prompt = [1, VIDEO, 2, IMAGE, VIDEO]
+    ids, placed = expanded(test_qwen.processor(), prompt, [image, video, single])
+    assert ids == [1, VIDEO, VIDEO, 2, IMAGE, IMAGE, VIDEO]
+    assert placed == (PlacedImage(1, 3, video), PlacedImage(4, 6, image), PlacedImage(6, 7, single))
+
+
+def test_text_may_stand_between_the_frames_of_a_video() -> None:
+    video = shaped((2, 2, 4), video=True)
+    ids, placed = expanded(test_qwen.processor(test_qwen.QWEN3), [1, VIDEO, 5, VIDEO, 6], [video])
+    assert ids == [1, VIDEO, VIDEO, 5, VIDEO, VIDEO, 6]
+    assert placed == (PlacedImage(1, 6, video),)
+    with pytest.raises(ImageError):
+        expanded(test_qwen.processor(test_qwen.QWEN3), [1, VIDEO, 5], [video])
+
+
 def test_text_has_no_ranges() -> None:
-    assert expanded(test_siglip.processor({"size": 8}), [107, 107], []) == ([107, 107], [])
+    assert expanded(test_siglip.processor({"size": 8}), [107, 107], []) == ([107, 107], ())
 
 
 def test_processors_whose_tokens_are_named_by_the_vocabulary() -> None:
@@ -38,7 +59,7 @@ def test_processors_whose_tokens_are_named_by_the_vocabulary() -> None:
     assert for_vocabulary(clip, found) is clip
     assert for_vocabulary(pixtral, found) == dataclasses.replace(pixtral, break_token=3, end_token=4)
     image = ImageInput(np.zeros((16, 48), np.uint8), GRID)
-    with pytest.raises(RequestError, match="prompt has images, and the vocabulary must have"):
+    with pytest.raises(RequestError, match="the vocabulary must have"):
         place_images("prompt", [10], for_vocabulary(pixtral, {}.get), [image])
 
 

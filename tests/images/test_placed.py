@@ -31,6 +31,6 @@ def test_a_text_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(("ids", "count"), [([1, IMAGE], 0), ([1, 2], 1), ([IMAGE, IMAGE, IMAGE], 2)])
 def test_other_numbers_of_placeholders_are_refused(ids: list[int], count: int) -> None:
-    with pytest.raises(RequestError, match=f"{ids.count(IMAGE)} placeholders .* {count} images") as refused:
+    with pytest.raises(RequestError) as refused:
         place_images("prompt", ids, FakeProcessor(), [image(2, 2)] * count)
     assert refused.value.field == "prompt"

@@ -1,4 +1,4 @@
-"""Qwen's image processor: pixels bit-equal to those of transformers' PIL processor, sizes, clips and settings."""
+"""Qwen's image processor: pixels bit-equal to those of transformers' PIL processor, sizes, videos and settings."""
 
 import hashlib
 import json
@@ -13,22 +13,26 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxinfer.images.decode import decode_picture
+from jaxinfer.images.expansion import within
 from jaxinfer.images.processor import ImageError, normalised
-from jaxinfer.images.qwen import MOST_ASPECT, QwenProcessor, fitted, qwen_processor
+from jaxinfer.images.qwen import MOST_ASPECT, MOST_FRAMES, QwenProcessor, fitted, make
 from tools.oracle.pictures import FILES, HANDED, picture, pixels
 
 DIGESTS = json.loads((pathlib.Path(__file__).resolve().parents[1] / "goldens/images/pictures.json").read_text())
-IMAGE = 9
+IMAGE, VIDEO = 9, 8
 
 
-def processor(patch: int = 14, by_frame: bool = False, per_second: float = 0, **settings: Any) -> QwenProcessor:
+NAMES = {"2": "Qwen2VLForConditionalGeneration", "2.5": "Qwen2_5_VLForConditionalGeneration"}
+QWEN3 = "Qwen3VLForConditionalGeneration"
+
+
+def processor(architecture: str = NAMES["2"], **settings: Any) -> QwenProcessor:
     files = {"preprocessor_config.json": settings, "video_preprocessor_config.json": settings}
-    sizes = {"patch": patch, "merge": 2, "temporal": 2}
-    return qwen_processor(files, image_token=IMAGE, by_frame=by_frame, per_second=per_second, **sizes)
+    return make({"architectures": [architecture], "image_token_id": IMAGE, "video_token_id": VIDEO}, files)
 
 
-def bounded(least: int, most: int, **others: Any) -> QwenProcessor:
-    return processor(size={"shortest_edge": least, "longest_edge": most}, **others)
+def bounded(least: int, most: int, architecture: str = NAMES["2"]) -> QwenProcessor:
+    return processor(architecture, size={"shortest_edge": least, "longest_edge": most})
 
 
 def shown(name: str) -> Image.Image:
@@ -42,7 +46,8 @@ def shown(name: str) -> Image.Image:
 @pytest.mark.parametrize("name", next(iter(DIGESTS.values())))
 def test_pixels_are_those_of_transformers(settings: str, name: str) -> None:
     patch, least, most = map(int, settings.split())
-    process, (grid, digest) = bounded(least, most, patch=patch), DIGESTS[settings][name]
+    process = bounded(least, most, QWEN3 if patch == 16 else NAMES["2"])
+    grid, digest = DIGESTS[settings][name]
     image = process.prepare(shown(name))
     assert list(image.grid) == grid
     assert hashlib.sha256(normalised(process, image.patches).tobytes()).hexdigest() == digest
@@ -126,7 +131,7 @@ def test_settings_are_read_as_transformers_reads_them() -> None:
         "preprocessor_config.json": {"resample": 2},
         "processor_config.json": {"image_processor": {"resample": 1}},
     }
-    assert qwen_processor(files, image_token=1, patch=14, merge=2, temporal=2).resample == 1
+    assert make({"architectures": [NAMES["2"]]}, files).resample == 1
     plain = processor(do_rescale=False, do_normalize=False)
     assert plain.table[0].tolist() == list(range(256))
     assert processor().pixels == (56 * 56, 28 * 28 * 1280)
@@ -155,39 +160,70 @@ def frames_of(count: int) -> list[np.ndarray]:
     return [pixels(56, 84, index) for index in range(count)]
 
 
-def test_pairs_of_frames_are_the_frames_of_a_clip() -> None:
+def test_pairs_of_frames_are_the_frames_of_a_video() -> None:
     process, frames = bounded(28 * 28, 28 * 28 * 64), frames_of(3)
-    (clip,) = process.prepare_clip(frames, 2.0)
-    assert clip.grid == (2, 4, 6)
-    pairs = clip.patches.reshape(2, 24, 3, 2, 14, 14)
+    video = process.prepare_video(frames, 3, 2.0)
+    assert video.grid == (2, 4, 6)
+    pairs = video.patches.reshape(2, 24, 3, 2, 14, 14)
     alone = [process.prepare(frame).patches.reshape(24, 3, 2, 14, 14) for frame in frames]
     for pair, index, frame in ((0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 2)):
         assert np.array_equal(pairs[pair, :, :, index], alone[frame][:, :, index])
 
 
-def test_the_rate_of_a_clip_decides_its_positions_in_time() -> None:
-    timed = bounded(28 * 28, 28 * 28 * 64, per_second=4)
-    (slow,), (fast,) = (timed.prepare_clip(frames_of(2), rate) for rate in (1.0, 4.0))
+def test_a_video_is_encoded_pair_by_pair() -> None:
+    video = bounded(28 * 28, 28 * 28 * 64).prepare_video(frames_of(4), 4, 2.0)
+    first, second = video.frames
+    assert first.grid == second.grid == (1, 4, 6)
+    assert np.array_equal(np.concatenate([first.patches, second.patches]), video.patches)
+    assert len({first.digest, second.digest, video.digest}) == 3
+    (image,) = (picture := bounded(28 * 28, 28 * 28 * 64).prepare(frames_of(1)[0])).frames
+    assert image is picture
+
+
+def test_the_rate_of_a_video_decides_its_positions_in_time() -> None:
+    timed = bounded(28 * 28, 28 * 28 * 64, NAMES["2.5"])
+    slow, fast = (timed.prepare_video(frames_of(2), 2, rate) for rate in (1.0, 4.0))
     assert (slow.step, fast.step) == (8.0, 2.0)
     assert slow.digest != fast.digest
-    (untimed,) = bounded(28 * 28, 28 * 28 * 64).prepare_clip(frames_of(2), 4.0)
-    assert untimed.step == 1.0
+    assert bounded(28 * 28, 28 * 28 * 64).prepare_video(frames_of(2), 2, 4.0).step == 1.0
 
 
-def test_a_clip_by_frame_is_images_with_times_between() -> None:
-    process = bounded(4 * 32**2, 512 * 32**2, patch=16, by_frame=True)
-    clip = process.prepare_clip(frames_of(3), 2.0)
-    assert [image.grid for image in clip] == [(1, 4, 6)] * 2
-    assert process.stamps(3, 2.0) == (0.25, 1.0)
+def test_a_video_is_one_placeholder_or_one_for_each_pair() -> None:
+    grid = (3, 4, 6)
+    assert processor().expand_video(grid) == [[VIDEO] * 18]
+    assert processor(QWEN3).expand_video(grid) == [[VIDEO] * 6] * 3
 
 
-def test_bounds_of_a_clip_by_frame_are_for_all_frames() -> None:
-    process = bounded(4 * 32**2, 8 * 32**2, patch=16, by_frame=True)
-    assert [image.grid for image in process.prepare_clip(frames_of(4), 2.0)] == [(1, 2, 2)] * 2
+def test_a_prompt_of_qwen3_tells_the_times_of_frames() -> None:
+    process, text = processor(QWEN3), "See {0} and {0}."
+    block = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert process.frame_times(3, 2.0) == (0.25, 1.0)
+    made = process.stamped(text.format(block), [(3, 2.0), (2, 1.0)])
+    assert made == f"See <0.2 seconds>{block}<1.0 seconds>{block} and <0.5 seconds>{block}."
+    assert process.stamped(text.format(block), [(3, 2.0)]) == text.format(block)
+    assert processor().stamped(text.format(block), [(3, 2.0), (2, 1.0)]) == text.format(block)
+
+
+def test_bounds_of_a_video_by_frame_are_for_all_frames() -> None:
+    process = bounded(4 * 32**2, 8 * 32**2, QWEN3)
+    assert process.prepare_video(frames_of(4), 4, 2.0).grid == (2, 2, 2)
     assert process.prepare(frames_of(1)[0]).grid == (1, 4, 6)
 
 
-@pytest.mark.parametrize(("sizes", "rate"), [([], 1.0), ([56, 28], 1.0), ([56], 0.0), ([56], math.nan)])
-def test_other_clips_are_refused(sizes: list[int], rate: float) -> None:
+@pytest.mark.parametrize("architecture", [NAMES["2"], QWEN3])
+def test_frames_are_within_the_encoder_programs_and_a_video_within_the_prompt(architecture: str) -> None:
+    process: Any = bounded(28 * 28, 10**7, architecture)
+    large, small = (
+        made.prepare_video([pixels(700, 700, 0)] * 4, 4, 2.0) for made in (process, within(process, 256, 128))
+    )
+    assert large.frames[0].patches.shape[0] > 256 >= small.frames[0].patches.shape[0] > 100
     with pytest.raises(ImageError):
-        processor().prepare_clip([pixels(side, 56, 0) for side in sizes], rate)
+        within(process, 256, 64).prepare_video([pixels(700, 700, 0)] * 4, 4, 2.0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rate"), [([], 1.0), ([56, 28], 1.0), ([56], 0.0), ([56], math.nan), ([56] * (MOST_FRAMES + 1), 1.0)]
+)
+def test_other_videos_are_refused(sizes: list[int], rate: float) -> None:
+    with pytest.raises(ImageError):
+        processor().prepare_video((pixels(side, 56, 0) for side in sizes), len(sizes), rate)

@@ -14,6 +14,7 @@ from PIL import Image, ImageOps
 from jaxinfer.images.expansion import expanded
 from jaxinfer.images.patches import PatchProcessor
 from jaxinfer.images.processor import ImageError, normalised
+from jaxinfer.types import ImageInput
 from tests.models.vision.towers import by_row
 from tools.oracle.pictures import FILES, HANDED
 
@@ -58,9 +59,14 @@ def prompt_faults(kind: str, process: PatchProcessor) -> list[list[int]]:
 
     def differs(row: dict[str, Any]) -> bool:
         grids = [(1, height // process.patch, width // process.patch) for height, width in row["sizes"]]
-        return expanded(process, row["prompt"], grids)[0] != row["expanded"]
+        return expanded(process, row["prompt"], [shaped(grid) for grid in grids])[0] != row["expanded"]
 
     return [row["prompt"] for row in _read("expansions.json")[kind] if differs(row)]
+
+
+def shaped(grid: tuple[int, int, int], video: bool = False) -> ImageInput:
+    """Return an image of a grid, without pixels."""
+    return ImageInput(np.zeros((0, 0), np.uint8), grid, video=video)
 
 
 def id_of() -> Callable[[str], int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -25,12 +25,30 @@ GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "images"
 ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "page_size": 16, "prefill_sizes": (16, 32)}
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %} {{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %} <start> <image> <end>{% else %} {{ p.text }}{% endif %}"
+    "{% if p.type == 'image' %} <start> <image> <end>{% elif p.type == 'video' %} <start> <video> <end>"
+    "{% else %} {{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %} w9"
 )
 FILES = [saved(picture(40, 24, seed=1)), saved(picture(21, 50, seed=2), "JPEG"), saved(picture(8, 8, seed=3), "WEBP")]
+FRAMES = [saved(picture(40, 24, seed=seed), "JPEG") for seed in range(5)]
 TEXT = {"type": "text", "text": "w5 w6 w7"}
 SAMPLING = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1, "ignore_eos": True}
+
+
+Media = bytes | list[bytes]
+"""An image, or the frames of a video."""
+
+
+def held(media: Media) -> dict[str, Any]:
+    if isinstance(media, bytes):
+        return {"type": "image", "image": media}
+    return {"type": "video", "video": media, "fps": 4}
+
+
+def sent(media: Media) -> dict[str, Any]:
+    if isinstance(media, bytes):
+        return {"type": "image_url", "image_url": {"url": url_of(media)}}
+    return {"type": "video", "video": list(map(url_of, media)), "fps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +81,9 @@ def llm(folder: pathlib.Path) -> Iterator[LLM]:
         yield found
 
 
-def by_llm(llm: LLM, files: list[bytes], **options: Any) -> tuple[list[int], list[int], list[float]]:
+def by_llm(llm: LLM, files: Sequence[Media], **options: Any) -> tuple[list[int], list[int], list[float]]:
     """Return the prompt's token ids, the output's, and their log probabilities."""
-    content = [*({"type": "image", "image": file} for file in files), TEXT]
+    content = [*map(held, files), TEXT]
     params = llm.default_sampling_params(**SAMPLING)
     (found,) = llm.chat([{"role": "user", "content": content}], params, **options)
     output = found.outputs[0]
@@ -73,8 +91,8 @@ def by_llm(llm: LLM, files: list[bytes], **options: Any) -> tuple[list[int], lis
     return found.prompt_token_ids, output.token_ids, logprobs
 
 
-def by_http(server: Live, files: list[bytes], **fields: Any) -> tuple[list[int], list[int], list[float]]:
-    content = [*({"type": "image_url", "image_url": {"url": url_of(file)}} for file in files), TEXT]
+def by_http(server: Live, files: Sequence[Media], **fields: Any) -> tuple[list[int], list[int], list[float]]:
+    content = [*map(sent, files), TEXT]
     extra = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True, **fields}
     body = {**SAMPLING, "messages": [{"role": "user", "content": content}], **extra}
     url = f"http://127.0.0.1:{server.server.http_port}/v1/chat/completions"
@@ -85,18 +103,23 @@ def by_http(server: Live, files: list[bytes], **fields: Any) -> tuple[list[int],
     return answer["prompt_token_ids"], choice["token_ids"], logprobs
 
 
-def by_grpc(server: Live, files: list[bytes]) -> tuple[int | None, list[int], list[float]]:
-    content = [*({"type": "image", "image": file} for file in files), TEXT]
+def by_grpc(server: Live, files: Sequence[Media]) -> tuple[int | None, list[int], list[float]]:
+    content = [*map(held, files), TEXT]
     with Client(f"127.0.0.1:{server.server.grpc_port}") as client:
         found = client.generate(messages=[{"role": "user", "content": content}], **SAMPLING)
     output = found.outputs[0]
     return found.usage.prompt_tokens, list(output.token_ids), [each.chosen.logprob for each in output.logprobs]
 
 
-@pytest.mark.parametrize("files", [FILES[:1], FILES, FILES[2:] * 2], ids=["one", "three", "twice"])
-def test_every_api_answers_as_llm_does(server: Live, llm: LLM, files: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [FILES[:1], FILES, FILES[2:] * 2, [FRAMES], [FILES[0], FRAMES, FRAMES[:1]]],
+    ids=["one", "three", "twice", "video", "image and videos"],
+)
+def test_every_api_answers_as_llm_does(server: Live, llm: LLM, files: list[Media]) -> None:
     prompt, tokens, logprobs = by_llm(llm, files)
-    assert prompt.count(62) > len(files)
+    assert prompt.count(62) + prompt.count(63) > len(files)
+    assert (63 in prompt) == any(isinstance(each, list) for each in files)
     for _ in range(2):  # the second time from the prefix cache
         assert by_http(server, files) == (prompt, tokens, logprobs)
         assert by_grpc(server, files) == (len(prompt), tokens, logprobs)

@@ -1,4 +1,4 @@
-"""A model that reads images, for tests: the tokenizer and template of the fake engine, with a placeholder of images."""
+"""A model that reads images, for tests: the tokenizer and template of the fake engine, with placeholders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.config.images import ImageNeeds
+from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.serve.api.requests import ModelCard, ServeLimits
 from jaxinfer.serve.core.backend import Backend
 from jaxinfer.serve.frontend.images import Images
@@ -20,12 +21,15 @@ from tests.fake_vision_processor import IMAGE, fake_source
 from tests.images.pictures import picture, saved
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, PAD, fake_card, fake_library
 
-PLACEHOLDER = "<image>"
-NEEDS = ImageNeeds(IMAGE, merged=4, values=3, least_rows=4, most_rows=4096)
+PLACEHOLDER, VIDEO_PLACEHOLDER = "<image>", "<|video_pad|>"
+VIDEO_BLOCK = f"<|vision_start|>{VIDEO_PLACEHOLDER}<|vision_end|>"
+VIDEO = IMAGE + 1
+NEEDS = ImageNeeds((IMAGE, VIDEO), merged=4, values=3, least_rows=4, most_rows=4096)
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] "
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    f"{{% if p.type == 'image' %}}{PLACEHOLDER}{{% else %}}{{{{ p.text }}}}{{% endif %}}"
+    f"{{% if p.type == 'image' %}}{PLACEHOLDER}{{% elif p.type == 'video' %}}{VIDEO_BLOCK}"
+    "{% else %}{{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
 )
 LIMITS = ServeLimits(image_bytes=1 << 16, image_pixels=1 << 14)
@@ -34,8 +38,8 @@ LIMITS = ServeLimits(image_bytes=1 << 16, image_pixels=1 << 14)
 def vision_tokenizer() -> Tokenizer:
     """Return the tokenizer of the fake engine with the placeholder of images."""
     library = fake_library()
-    library.add_special_tokens([PLACEHOLDER])
-    assert library.token_to_id(PLACEHOLDER) == IMAGE
+    library.add_special_tokens([PLACEHOLDER, VIDEO_PLACEHOLDER])
+    assert library.token_to_id(VIDEO_PLACEHOLDER) == VIDEO
     return Tokenizer(LibraryBackend(library), SpecialIds(bos=BOS, eos=(EOS,), pad=PAD))
 
 
@@ -45,12 +49,28 @@ def vision_template() -> ChatTemplate:
 
 
 def vision_card(engine: ResolvedEngine) -> ModelCard:
-    return dataclasses.replace(fake_card(engine), vocab_size=IMAGE + 1)
+    return dataclasses.replace(fake_card(engine), vocab_size=VIDEO + 1)
 
 
-def fake_images(most: int | None = None, media: MediaFetcher | None = None, limits: ServeLimits = LIMITS) -> Images:
-    """Return what reads the images of requests, by the fake processor."""
-    return Images(fake_source(), limits, vision_tokenizer().token_to_id, most, media)
+def fake_images(
+    most: int | None = None,
+    media: MediaFetcher | None = None,
+    limits: ServeLimits = LIMITS,
+    source: ProcessorSource | None = None,
+) -> Images:
+    """Return what reads the images of requests, by the fake processor or another one."""
+    limited = {} if most is None else {"image": most, "video": 1}
+    return Images(source or fake_source(), limits, vision_tokenizer().token_to_id, limited, 2048, media)
+
+
+def video_source(model: str = "Qwen2VL") -> ProcessorSource:
+    """Return the source of one of Qwen's processors, whose tokens are 2 x 2 pixels."""
+    tower = {"patch_size": 1, "spatial_merge_size": 2, "temporal_patch_size": 1}
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    config = {"architectures": [f"{model}ForConditionalGeneration"], "vision_config": tower, **tokens}
+    size = {"size": {"shortest_edge": 4, "longest_edge": 4096}}
+    files = {"preprocessor_config.json": size, "video_preprocessor_config.json": size}
+    return ProcessorSource("jaxinfer.images.qwen:make", config, files)
 
 
 def watch(backend: Backend) -> list[Request]:
@@ -81,10 +101,12 @@ def part_of(url: str, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, **fields}}
 
 
-def ids_of(*pieces: str | int) -> tuple[int, ...]:
-    """Return the token ids of texts and of images, each given as its number of tokens."""
+def ids_of(*pieces: str | int | list[int]) -> tuple[int, ...]:
+    """Return the token ids of texts and of images, each given as its number of tokens; of videos in a list."""
     return tuple(token for piece in pieces for token in _ids(piece))
 
 
-def _ids(piece: str | int) -> Sequence[int]:
+def _ids(piece: str | int | list[int]) -> Sequence[int]:
+    if isinstance(piece, list):
+        return [VIDEO] * piece[0]
     return [IMAGE] * piece if isinstance(piece, int) else [FIRST_BYTE + byte for byte in piece.encode()]

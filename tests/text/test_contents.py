@@ -14,11 +14,15 @@ CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": 
 NOT_TEXT: list[tuple[Any, str]] = [
     ([{"type": "image_url"}], ".content[0].image_url.url"),
     ([{"type": "image_url", "image_url": {"url": 7}}], ".content[0].image_url.url"),
-    ([{"type": "image_url", "image_url": None, "uuid": "7"}], ".content[0].image_url"),
+    ([{"type": "image_url", "image_url": None, "uuid": ""}], ".content[0].uuid"),
+    ([{**IMAGE, "uuid": 7}], ".content[0].uuid"),
     ([TEXT, {"type": "image_url", "image_url": {"url": "data:", "detail": "fine"}}], ".content[1].image_url.detail"),
     ([IMAGE, {"type": "input_audio", "input_audio": {}}], ".content[1].type"),
     ([TEXT, {"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}], ".content[1].type"),
-    ([{"type": "video_url", "video_url": {}}], ".content[0].type"),
+    ([{"type": "video_url", "video_url": {}}], ".content[0].video_url.url"),
+    ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}], ".content[0].video_url.url"),
+    ([{"type": "video", "video": "a.mp4"}], ".content[0].video"),
+    ([{"type": "video", "video": [URL, 7]}], ".content[0].video[1]"),
     ([{"type": "image"}], ".content[0].type"),
     ([{"text": "no type"}], ".content[0].type"),
     (["hello"], ".content[0].type"),
@@ -134,3 +138,28 @@ def test_templates_that_read_lists_of_parts_alone_get_lists(source: str) -> None
 
 def test_an_image_is_not_shown() -> None:
     assert "secret" not in repr(GivenImage("m", "image", "image", b"secret"))
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "video", "video": [URL, URL], "fps": 4}, "m.content[0].video"),
+        (
+            {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,BBBB"}, "fps": 4},
+            "m.content[0].video_url.url",
+        ),
+    ],
+)
+def test_a_video_is_a_list_of_frames(part: Any, field: str) -> None:
+    message = message_of("m", {"role": "user", "content": [part, TEXT]})
+    (video,) = images_in([message])
+    assert (video.video, video.options, video.field, len(video.source)) == (True, {"fps": 4}, field, 2)
+    assert all(frame.startswith("data:image/") for frame in video.source)
+    assert with_images([message], ())[0][0]["content"] == [{"type": "video"}, TEXT]
+
+
+def test_a_uuid_stands_for_an_earlier_image() -> None:
+    parts = [{**IMAGE, "uuid": "a"}, {"type": "image_url", "image_url": None, "uuid": "b"}]
+    sent, named = images_in([message_of("m", {"role": "user", "content": parts})])
+    assert (sent.uuid, sent.source) == ("a", URL)
+    assert (named.uuid, named.source, named.field) == ("b", None, "m.content[1].uuid")

@@ -20,7 +20,7 @@ from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.rope import AxisPositions
 from jaxinfer.models.model import Model, abstract, with_vision
 from jaxinfer.models.vision.registry import vision_family_for
-from jaxinfer.models.vision.tower import Vision, place_images
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.types import VISION, ImageInput
 from jaxinfer.weights import save_params
 from jaxinfer.weights.tree import with_names
@@ -202,7 +202,7 @@ def _batch(model: Model, tokenizer: Tokenizer, rows: int, width: int, height: in
         tokens[index, :end] = [*prompt, *answer]
         places[index, tokens[index] == pad] = np.arange(held) + index * held
         asked[index, len(prompt) - 1 : end - 1] = True
-        found = model.vision.axes(tokens[index].tolist(), place_images(prompt, [image], model.vision.config))
+        found = model.vision.axes(tokens[index].tolist(), model.vision.place(prompt, [image]))
         assert found is not None
         axes[:, index] = found
     return Batch(np.stack([image.patches for image in images]), images[0].grid, tokens, places, axes, asked)

@@ -26,7 +26,7 @@ def image_needs(model: Model) -> ImageNeeds | None:
         return None
     vision, config = model.vision, model.vision.config
     return ImageNeeds(
-        token=config.image_token,
+        tokens=vision.placeholders,
         merged=config.merged,
         values=config.values,
         least_rows=smallest(vision).patches.shape[0],

@@ -84,7 +84,9 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
 
 def _with_images(model: Model, config: EngineConfig) -> Model:
     """Return the model without its vision tower where the settings exclude images."""
-    return model.map_weights(text_part).replace(vision=None) if model.vision and config.most_images == 0 else model
+    if model.vision is None or config.mm_limits.get("image") != 0:
+        return model
+    return model.map_weights(text_part).replace(vision=None)
 
 
 def _for_kernels(model: Model, gemm: Backend) -> Model:

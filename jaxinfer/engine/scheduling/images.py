@@ -27,7 +27,7 @@ class PromptImages:
     """The images of a valid prompt, shared by all samples of a request.
 
     Args:
-        placed: in order, without overlap.
+        placed: in order, without overlap. Of a video, each frame is encoded and cached by itself.
         axes: rotary positions on three axes; None: the model has one.
 
     Attributes:
@@ -45,18 +45,20 @@ class PromptImages:
     ) -> None:
         self._prompt, self._placed, self._axes = prompt, placed, axes
         ids = np.asarray(prompt, np.int32)
-        of_each = [start + np.flatnonzero(ids[start:stop] == needs.token) for start, stop, _ in placed]
-        self._firsts = np.cumsum([0, *map(len, of_each)])
+        of_each = [start + np.flatnonzero(np.isin(ids[start:stop], needs.tokens)) for start, stop, _ in placed]
+        self._frames = [frame for each in placed for frame in each.image.frames]
+        counts = [frame.patches.shape[0] // needs.merged for frame in self._frames]
+        self._firsts = np.cumsum([0, *counts])
         self.places = np.concatenate(of_each)
-        self._owners = np.repeat(np.arange(len(placed)), [len(each) for each in of_each])
+        self._owners = np.repeat(np.arange(len(counts)), counts)
         self.marks = [Mark(start, stop, image.digest) for start, stop, image in placed]
         whole = of_each if needs.both_ways else []
         self.spans = [(int(places[0]), int(places[-1]) + 1) for places in whole]
 
     def within(self, start: int, stop: int) -> list[ImageInput]:
-        """Return the images of which the tokens of a range are placeholders."""
+        """Return the images and frames of which the tokens of a range are placeholders."""
         first, last = np.searchsorted(self.places, (start, stop))
-        return [self._placed[index].image for index in np.unique(self._owners[first:last])]
+        return [self._frames[index] for index in np.unique(self._owners[first:last])]
 
     def rows(
         self, start: int, stop: int, of_image: Callable[[ImageInput], Int32[np.ndarray, " outputs"]]
@@ -66,7 +68,7 @@ class PromptImages:
         first, last = np.searchsorted(self.places, (start, stop))
         for index in np.unique(self._owners[first:last]):
             begin, end = max(first, self._firsts[index]), min(last, self._firsts[index + 1])
-            own = of_image(self._placed[index].image)[begin - self._firsts[index] : end - self._firsts[index]]
+            own = of_image(self._frames[index])[begin - self._firsts[index] : end - self._firsts[index]]
             rows[self.places[begin:end] - start] = own
         return rows
 
@@ -113,16 +115,18 @@ def images_of(request: Request, engine: ResolvedEngine, axes: PlaceAxes | None =
     known = np.zeros(len(prompt), np.bool_)
     for start, stop, _ in placed:
         known[start:stop] = True
-    wrong = np.flatnonzero((prompt == needs.token) & ~known)
+    wrong = np.flatnonzero(np.isin(prompt, needs.tokens) & ~known)
     if len(wrong):
-        raise RequestError("prompt", f": token {wrong[0]} is an image token ({needs.token}) without an image")
+        found = prompt[wrong[0]]
+        raise RequestError("prompt", f": token {wrong[0]} is a placeholder ({found}) without an image")
     if not placed:
         return None
-    if prompt[-1] == needs.token:
-        raise RequestError("prompt", f"ends with an image token ({needs.token}): a token of text must follow an image")
-    most = engine.most_images
-    if most is not None and len(placed) > most:
-        raise RequestError("images", f": {len(placed)} are more than limit_mm_per_prompt = {most}")
+    if prompt[-1] in needs.tokens:
+        raise RequestError("prompt", f"ends with a placeholder ({prompt[-1]}): a token of text must follow an image")
+    for kind, most in engine.mm_limits.items():
+        count = sum(each.image.video == (kind == "video") for each in placed)
+        if count > most:
+            raise RequestError("images", f": {count} are more than limit_mm_per_prompt = {kind}={most}")
     if engine.drafts_on_device:
         raise RequestError("images", f"are not served with speculative = {engine.speculative}, which drafts for text")
     return PromptImages(request.prompt_token_ids, placed, needs, axes)
@@ -141,16 +145,17 @@ def _require_image(
     field: str, placed: PlacedImage, prompt: Sequence[int], engine: ResolvedEngine, needs: ImageNeeds
 ) -> None:
     image, patches = placed.image, placed.image.patches
-    rows, largest = patches.shape[0], engine.encoder_sizes[-1]
+    rows, frames, largest = patches.shape[0], image.grid[0], engine.encoder_sizes[-1]
     if patches.dtype != np.uint8 or patches.shape[1:] != (needs.values,):
         found = f"{patches.dtype}{list(patches.shape)}"
         raise RequestError(field, f": patches are {found}, not uint8[rows, {needs.values}]")
-    if not rows or rows % needs.merged or rows != math.prod(image.grid):
+    if not rows or rows % (frames * needs.merged) or rows != math.prod(image.grid):
         raise RequestError(field, f": {rows} patch rows are not those of a grid of {image.grid}")
     if not image.digest:
         raise RequestError(field, "has no digest")
-    if rows > largest:
-        raise RequestError(field, f": {rows} patch rows are more than the largest encoder program takes ({largest})")
-    tokens, wanted = list(prompt[placed.start : placed.stop]).count(needs.token), rows // needs.merged
+    if (encoded := rows // frames) > largest:
+        raise RequestError(field, f": {encoded} patch rows are more than the largest encoder program takes ({largest})")
+    own = np.asarray(prompt[placed.start : placed.stop])
+    tokens, wanted = int(np.isin(own, needs.tokens).sum()), rows // needs.merged
     if tokens != wanted:
-        raise RequestError(field, f"has {tokens} image tokens ({needs.token}) in the prompt, and needs {wanted}")
+        raise RequestError(field, f"has {tokens} placeholders {needs.tokens} in the prompt, and needs {wanted}")

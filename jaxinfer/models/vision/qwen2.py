@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.images.qwen import QwenProcessor, qwen_processor
+from jaxinfer.images.qwen import QwenProcessor, make
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
@@ -26,7 +26,7 @@ from jaxinfer.models.specs import gated_mlp, layer_norm, linear, matrix, plain, 
 from jaxinfer.models.vision.layers import PADDING, TowerBlock, replicated, within
 from jaxinfer.models.vision.tower import Grid, PlaceAxes, Tower, VisionFamily
 from jaxinfer.quant import matmul_transposed, plus_bias
-from jaxinfer.types import ParamSpec, ParamTree, PlacedImage, Source
+from jaxinfer.types import ImageInput, ParamSpec, ParamTree, PlacedImage, Source
 
 _EPS = 1e-6
 _MOST_LAYERS = 1024
@@ -42,13 +42,11 @@ class QwenTowerConfig:
         rms_gated: norms are RMS norms, and MLPs are gated.
         window: tokens of a window's side; 0: all layers attend to the whole frame.
         full: layers that attend to the whole frame all the same.
-        per_second: see `jaxinfer.images.qwen.QwenProcessor`.
         patch_bias: the projection of patches has a bias.
         side: rows and columns of the grid of learned position embeddings; 0: none.
         deep_layers: layers whose outputs become further numbers of a token, in the order of their mergers (deepstack).
     """
 
-    image_token: int
     depth: int
     d: int
     hidden: int
@@ -63,7 +61,6 @@ class QwenTowerConfig:
     rms_gated: bool = False
     window: int = 0
     full: tuple[int, ...] = ()
-    per_second: float = 0
     patch_bias: bool = False
     side: int = 0
     deep_layers: tuple[int, ...] = ()
@@ -86,15 +83,12 @@ class QwenTowerConfig:
         return self.out * (1 + self.deep)
 
 
-def tower_fields(
-    config_json: Mapping[str, Any], read: ConfigReader, d: int, out: int, image_token: int = 151655
-) -> dict[str, Any]:
+def tower_fields(read: ConfigReader, d: int, out: int) -> dict[str, Any]:
     """Read the fields of `QwenTowerConfig` that all of Qwen's towers have.
 
     Args:
         read: reader of the ``vision_config``.
         d, out: widths of the tower and of a token.
-        image_token: the default.
 
     Raises:
         ConfigError: a field is invalid or not supported.
@@ -107,7 +101,6 @@ def tower_fields(
     rope = ConfigReader(read.get("rope_parameters", {}))
     rope.choice("rope_type", "axial", ("axial",))
     return {
-        "image_token": ConfigReader(config_json).positive("image_token_id", image_token),
         "depth": depth,
         "d": d,
         "heads": heads,
@@ -143,14 +136,14 @@ def _qwen2_config(config_json: Mapping[str, Any]) -> QwenTowerConfig:
     defaults = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "patch_size": 14}
     read = vision_config(config_json, defaults)
     d = read.positive("embed_dim")
-    fields = tower_fields(config_json, read, d, read.positive("hidden_size"))
+    fields = tower_fields(read, d, read.positive("hidden_size"))
     return QwenTowerConfig(**fields, hidden=int(d * read.number("mlp_ratio", 4)))
 
 
 def _qwen2_5_config(config_json: Mapping[str, Any]) -> QwenTowerConfig:
     """Read the tower of a Qwen2_5_VLForConditionalGeneration; raises as `tower_fields`."""
     read = vision_config(config_json, {"depth": 32, "hidden_size": 3584, "out_hidden_size": 3584, "patch_size": 14})
-    fields = tower_fields(config_json, read, read.positive("hidden_size"), read.positive("out_hidden_size"))
+    fields = tower_fields(read, read.positive("hidden_size"), read.positive("out_hidden_size"))
     window = read.positive("window_size", 112) // fields["merge"] // fields["patch"]
     read.require(window > 0, "window_size", "is smaller than a token")
     return QwenTowerConfig(
@@ -159,7 +152,6 @@ def _qwen2_5_config(config_json: Mapping[str, Any]) -> QwenTowerConfig:
         rms_gated=True,
         window=window,
         full=layer_list(read, "fullatt_block_indexes", (7, 15, 23, 31)),
-        per_second=read.number("tokens_per_second", 4),
     )
 
 
@@ -259,15 +251,16 @@ def _filled(values: np.ndarray, rows: int, padding: int) -> np.ndarray:
 def place_axes(cfg: QwenTowerConfig) -> PlaceAxes:
     """Return the function that places a prompt's tokens on three axes.
 
-    Text continues after the longer side of an image, however many frames the image has.
+    Text continues after the longer side of an image or of a video, however many frames the video has. Where text
+    stands between its frames, each frame is as an image of its own (Qwen3-VL).
     """
 
     def place(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Int[np.ndarray, "3 length"]:
         axes, position, end = np.zeros((3, len(tokens)), np.int32), 0, 0
-        for start, stop, image in images:
+        for start, stop, frames, image in _runs(np.asarray(tokens), images):
             axes[:, end:start] = position + np.arange(start - end)
             position += start - end
-            frames, height, width = image.grid[0], image.grid[1] // cfg.merge, image.grid[2] // cfg.merge
+            height, width = (side // cfg.merge for side in image.grid[1:])
             at = np.indices((frames, height, width)).reshape(3, -1)
             at[0] = (at[0].astype(np.float32) * np.float32(image.step)).astype(np.int32)
             axes[:, start:stop] = position + at
@@ -276,6 +269,17 @@ def place_axes(cfg: QwenTowerConfig) -> PlaceAxes:
         return axes
 
     return place
+
+
+def _runs(
+    tokens: Int[np.ndarray, " length"], images: Sequence[PlacedImage]
+) -> Iterator[tuple[int, int, int, ImageInput]]:
+    """Yield ranges of placeholders without text between them, with the number of their frames and their image."""
+    for start, stop, image in images:
+        places = start + np.flatnonzero(tokens[start:stop] == tokens[start])
+        parts = 1 if len(places) == stop - start else image.grid[0]
+        for part in places.reshape(parts, -1):
+            yield int(part[0]), int(part[-1]) + 1, image.grid[0] // parts, image
 
 
 def patch_specs(prefix: str, cfg: QwenTowerConfig) -> dict[str, Any]:
@@ -345,25 +349,16 @@ def qwen_family(
     config: Callable[[Mapping[str, Any]], QwenTowerConfig],
     param_specs: Callable[[QwenTowerConfig], ParamTree],
     module: Callable[[QwenTowerConfig], Tower],
-    *,
-    by_frame: bool = False,
 ) -> VisionFamily:
-    """Return one of Qwen's families; ``by_frame``: see `jaxinfer.images.qwen.QwenProcessor`."""
+    """Return one of Qwen's families."""
+    return VisionFamily(config, param_specs, module, _processor, place_axes)
 
-    def processor(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
-        cfg = config(config_json)
-        sizes: dict[str, Any] = {
-            "patch": cfg.patch,
-            "merge": cfg.merge,
-            "temporal": cfg.temporal,
-            "per_second": cfg.per_second,
-        }
-        try:
-            return qwen_processor(files, image_token=cfg.image_token, by_frame=by_frame, **sizes)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
-    return VisionFamily(config, param_specs, module, processor, place_axes)
+def _processor(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
+    try:
+        return make(config_json, files)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 QWEN2_VL = qwen_family(_qwen2_config, _param_specs, QwenTower)

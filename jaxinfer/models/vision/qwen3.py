@@ -43,19 +43,17 @@ _DEFAULTS = {
 def _qwen3_config(config_json: Mapping[str, Any]) -> QwenTowerConfig:
     """Read the tower of a Qwen3VLForConditionalGeneration; raises as `tower_fields`."""
     read = vision_config(config_json, _DEFAULTS)
-    return _config(config_json, read, 151655, layer_list(read, "deepstack_visual_indexes", (8, 16, 24)))
+    return _config(read, layer_list(read, "deepstack_visual_indexes", (8, 16, 24)))
 
 
 def _qwen3_5_config(config_json: Mapping[str, Any]) -> QwenTowerConfig:
     """Read the tower of a Qwen3_5ForConditionalGeneration, without deepstack; raises as `tower_fields`."""
-    return _config(config_json, vision_config(config_json, _DEFAULTS), 248056, ())
+    return _config(vision_config(config_json, _DEFAULTS), ())
 
 
-def _config(
-    config_json: Mapping[str, Any], read: ConfigReader, image_token: int, deep: tuple[int, ...]
-) -> QwenTowerConfig:
+def _config(read: ConfigReader, deep: tuple[int, ...]) -> QwenTowerConfig:
     d, out, hidden = (read.positive(name) for name in ("hidden_size", "out_hidden_size", "intermediate_size"))
-    fields = tower_fields(config_json, read, d, out, image_token)
+    fields = tower_fields(read, d, out)
     side = math.isqrt(read.positive("num_position_embeddings"))
     read.require(side**2 == read.positive("num_position_embeddings"), "num_position_embeddings", "must be a square")
     return QwenTowerConfig(**fields, hidden=hidden, patch_bias=True, side=side, deep_layers=deep)
@@ -109,5 +107,5 @@ def _merger(cfg: QwenTowerConfig, prefix: str, size: int) -> dict[str, Any]:
     return merger_specs(layer_norm(f"{prefix}.norm", size), f"{prefix}.linear_fc1", f"{prefix}.linear_fc2", cfg)
 
 
-QWEN3_VL = qwen_family(_qwen3_config, _param_specs, Qwen3Tower, by_frame=True)
-QWEN3_5 = qwen_family(_qwen3_5_config, _param_specs, Qwen3Tower, by_frame=True)
+QWEN3_VL = qwen_family(_qwen3_config, _param_specs, Qwen3Tower)
+QWEN3_5 = qwen_family(_qwen3_5_config, _param_specs, Qwen3Tower)

@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.images.expansion import placeholders
 from jaxinfer.images.processor import Processor
 from jaxinfer.layers.attention import Attend, causal_attend
 from jaxinfer.layers.base import Layer
@@ -28,15 +29,12 @@ class TowerConfig(Protocol):
     """Fields that the config of every tower has.
 
     Attributes:
-        image_token: id of the placeholders in a prompt.
         merged: patches that become one row of the output.
         values: values of a patch.
         width: numbers of an output row: hidden size * (1 + deep).
         deep: decoder layers after which further numbers of an output row are added to the hidden states (deepstack).
         bidirectional: whether the tokens of an image attend to each other in both directions.
     """
-
-    image_token: int
 
     @property
     def merged(self) -> int: ...
@@ -67,26 +65,6 @@ class Tower(Layer):
     def __call__(self, patches: Float[Array, "rows values"], layout: Mapping[str, Array]) -> Float[Array, "out width"]:
         """Encode one image of normalised patches; rows of padding are finite, and change no others."""
         raise NotImplementedError
-
-
-def place_images(tokens: Sequence[int], images: Sequence[ImageInput], config: TowerConfig) -> tuple[PlacedImage, ...]:
-    """Place images at the image tokens of an expanded prompt, in order.
-
-    Raises:
-        ValueError: the prompt has more or fewer image tokens than the images have rows.
-    """
-    places = np.flatnonzero(np.asarray(tokens) == config.image_token)
-    counts = [image.patches.shape[0] // config.merged for image in images]
-    if len(places) != sum(counts):
-        raise ValueError(
-            f"images: the prompt has {len(places)} image tokens (id {config.image_token}), and {len(images)} images "
-            f"have {sum(counts)}"
-        )
-    ends = np.cumsum(counts)
-    return tuple(
-        PlacedImage(int(places[end - count]), int(places[end - 1]) + 1, image)
-        for image, count, end in zip(images, counts, ends, strict=True)
-    )
 
 
 PlaceAxes = Callable[[Sequence[int], Sequence[PlacedImage]], Int[np.ndarray, "3 length"]]
@@ -120,6 +98,32 @@ class Vision:
     family: VisionFamily
     processor: Processor
 
+    @functools.cached_property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids of the placeholders in a prompt."""
+        return placeholders(self.processor)
+
+    def held(self, tokens: Int[np.ndarray, "*batch"]) -> Bool[np.ndarray, "*batch"]:
+        """Return which tokens are placeholders."""
+        return np.isin(tokens, self.placeholders)
+
+    def place(self, tokens: Sequence[int], images: Sequence[ImageInput]) -> tuple[PlacedImage, ...]:
+        """Place images at the placeholders of an expanded prompt, in order.
+
+        Raises:
+            ValueError: the prompt has more or fewer placeholders than the images have rows.
+        """
+        places = np.flatnonzero(self.held(np.asarray(tokens)))
+        counts = [image.patches.shape[0] // self.config.merged for image in images]
+        if len(places) != sum(counts):
+            found = f"{len(places)} placeholders {self.placeholders}"
+            raise ValueError(f"images: the prompt has {found}, and {len(images)} images have {sum(counts)} rows")
+        ends = np.cumsum(counts)
+        return tuple(
+            PlacedImage(int(places[end - count]), int(places[end - 1]) + 1, image)
+            for image, count, end in zip(images, counts, ends, strict=True)
+        )
+
     def axes(self, tokens: Sequence[int], images: Sequence[PlacedImage]) -> Int[np.ndarray, "3 length"] | None:
         """Return the rotary positions of a prompt; None: those of text."""
         return None if self.family.axes is None else self.family.axes(self.config)(tokens, images)
@@ -132,8 +136,8 @@ class Vision:
 
     def ends(self, tokens: Int[np.ndarray, "*batch time"]) -> Int[np.ndarray, "*batch time"]:
         """Return the last position that each token sees: within an image, with attention in both directions, that of
-        the image; else its own. Images are runs of image tokens."""
-        held, at = tokens == self.config.image_token, np.arange(tokens.shape[-1])
+        the image; else its own. Images are runs of placeholders."""
+        held, at = self.held(tokens), np.arange(tokens.shape[-1])
         last = held & ~np.append(held[..., 1:], np.zeros_like(held[..., :1]), axis=-1)
         following = np.minimum.accumulate(np.where(last, at, at.size)[..., ::-1], axis=-1)[..., ::-1]
         return np.where(held, following, at).astype(np.int32)
@@ -145,18 +149,18 @@ class Vision:
 
         Args:
             params: those of the tower.
-            images: in the order of their image tokens in ``tokens``, row after row.
+            images: in the order of their placeholders in ``tokens``, row after row.
 
         Raises:
-            ValueError: see `place_images`.
+            ValueError: see `place`.
             TypeError: ``tokens`` are traced: only pixels and parameters may be.
         """
         if isinstance(tokens, jax.core.Tracer):
             raise TypeError("tokens are traced: with images they must be concrete; pixels and parameters may be traced")
         ids = np.asarray(tokens)
-        flat = place_images(ids.reshape(-1).tolist(), images, self.config)
-        encoded = [self.encode(params, image) for image in images]
-        held = ids == self.config.image_token
+        flat = self.place(ids.reshape(-1).tolist(), images)
+        encoded = [self.encode(params, frame) for image in images for frame in image.frames]
+        held = self.held(ids)
         rows = np.where(held, np.cumsum(held).reshape(ids.shape) - 1, -1)
         at = np.broadcast_to(np.arange(ids.shape[-1]), ids.shape)
         merged = Merged(tokens, jnp.asarray(rows), jnp.concatenate(encoded))
@@ -175,7 +179,7 @@ class Vision:
         return merged, AxisPositions(jnp.asarray(at), jnp.asarray(np.stack(axes, 1).reshape(3, *ids.shape)))
 
     def encode(self, params: Any, image: ImageInput, rows: int | None = None) -> Float[Array, "tokens width"]:
-        """Return the rows of one image. Pure, and differentiable with respect to patches of floating point.
+        """Return the rows of one image or frame. Pure, and differentiable with respect to patches of floating point.
 
         Args:
             params: those of the tower.

@@ -423,11 +423,12 @@ class Frontend:
         """Return the text of a conversation and its images, or any other prompt as it is."""
         if not isinstance(prompt, Conversation):
             return prompt, ()
-        given = _images_of(prompt)
-        text = await self._rendered(prompt, tenant)
+        given, options = _images_of(prompt), prompt.image_options
         if self._images is None or not given:
-            return text, ()
-        return text, await self._images.prepare(given, prompt.image_options, tenant)
+            return await self._rendered(prompt, tenant), ()
+        given = self._images.resolved(given, tenant)
+        text = self._images.timed(await self._rendered(prompt, tenant), given, options)
+        return text, await self._images.prepare(given, options, tenant)
 
     async def _encoded(self, field: str, text: str, special: bool, tenant: str) -> Sequence[int]:
         if self._long is not None and len(text) > LONG_CHARACTERS:

@@ -21,6 +21,7 @@ NAMES: Mapping[str, str] = {name: f"chat.{name}" for name in ("messages", "templ
 """Names in a request of fields of the front end and of `ChatTerms`."""
 
 _MODES = {pb.TOOL_MODE_AUTO: AUTO, pb.TOOL_MODE_NONE: NONE, pb.TOOL_MODE_REQUIRED: REQUIRED}
+_BOUNDS = ("min_pixels", "max_pixels")
 _EXACT = 2**53  # integers up to this value are exact in a Struct
 
 
@@ -131,14 +132,17 @@ def _part(part: pb.Content, path: str) -> dict[str, Any] | GivenImage:
             return {"type": "text", "text": part.text}
         case "image":
             return _image(part.image, path)
-    raise ServeError(Kind.INVALID, f"{path} is not set: give one of text, image", path)
+        case "video":
+            options = {name: optional(part.video, name) for name in (*_BOUNDS, "fps") if part.video.HasField(name)}
+            return GivenImage(path, "video", "video.frames", list(part.video.frames), options, video=True)
+    raise ServeError(Kind.INVALID, f"{path} is not set: give one of text, image, video", path)
 
 
 def _image(image: pb.Image, path: str) -> GivenImage:
     name = image.WhichOneof("source")
     if name is None:
         raise ServeError(Kind.INVALID, f"{path}.image.source is not set: give one of data, url", f"{path}.image")
-    options = {option: getattr(image, option) for option in ("min_pixels", "max_pixels") if image.HasField(option)}
+    options = {option: getattr(image, option) for option in _BOUNDS if image.HasField(option)}
     return GivenImage(path, "image", f"image.{name}", getattr(image, name), options)
 
 

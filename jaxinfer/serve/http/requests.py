@@ -200,12 +200,11 @@ class CompletionRequest(Sampling):
 
 
 class ImageOptions(Body):
-    """Options of the image processor for all images of a request; ``fps`` is for clips, which are not served."""
-
-    without_effect: ClassVar[Mapping[str, tuple[Any, ...]]] = {"fps": NOTHING}
+    """Options of the image processor for all images and videos of a request; ``fps`` is of videos."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+    fps: float | None = None
 
 
 class ChatCompletionRequest(Sampling):

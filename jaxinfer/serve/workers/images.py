@@ -1,4 +1,4 @@
-"""Task of workers: decoding and resizing of images, which are untrusted files. No jax."""
+"""Task of workers: decoding and resizing of images and frames, which are untrusted files. No jax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from PIL.Image import Image
 
 from jaxinfer.images.decode import ImageLimits, decode_picture
 from jaxinfer.images.processor import ImageError
@@ -21,23 +22,29 @@ type Encoded = tuple[memoryview | bytes, str, list[int], dict[str, Any]]
 
 
 def preparer(source: Mapping[str, Any], limits: tuple[int, int]) -> Callable[[bytes], Encoded]:
-    """Return the function that prepares an encoded image: its field, data URL or bytes, and processor options.
+    """Return the function that prepares an encoded image: its field, data URL or bytes, and processor options. A video
+    is a list of data URLs or bytes.
 
     Args:
         source: fields of `ProcessorSource`.
         limits: `ImageLimits`.
     """
-    processor, bounds = ProcessorSource(**source).processor(), ImageLimits(*limits)
+    processor: Any = ProcessorSource(**source).processor()
+    bounds = ImageLimits(*limits)
+
+    def picture_at(field: str, given: str | bytes) -> Image:
+        try:
+            return decode_picture(data_of(given, bounds) if isinstance(given, str) else given, bounds)
+        except ImageError as error:
+            raise RequestError(field, f": {error}") from error
 
     def prepare(question: bytes) -> Encoded:
         field, given, options = decode(question)
         try:
-            data = data_of(given, bounds) if isinstance(given, str) else given
-            picture = decode_picture(data, bounds)
-        except ImageError as error:
-            raise RequestError(field, f": {error}") from error
-        try:
-            return encoded(processor.prepare(picture, **options))
+            if not isinstance(given, list):
+                return encoded(processor.prepare(picture_at(field, given), **options))
+            frames = (picture_at(f"{field}[{rank}]", frame) for rank, frame in enumerate(given))
+            return encoded(processor.prepare_video(frames, len(given), **options))
         except ImageError as error:
             raise RequestError(field, f": {error}{f' (options {options})' if options else ''}") from error
 

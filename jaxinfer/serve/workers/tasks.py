@@ -156,8 +156,11 @@ class ImagePreparer(Pool):
         bounds = limits.image_bytes, limits.image_pixels
         super().__init__(TASKS["prepare_image"], source=dataclasses.asdict(source), limits=bounds)
 
-    async def prepare(self, field: str, image: str | bytes, options: Mapping[str, Any], tenant: str) -> ImageInput:
-        """Return an image, given as a data URL or as the bytes of a file. Raises the errors of `Pool.ask`."""
+    async def prepare(
+        self, field: str, image: str | bytes | list[str | bytes], options: Mapping[str, Any], tenant: str
+    ) -> ImageInput:
+        """Return an image, given as a data URL or as the bytes of a file, or a video of such frames. Raises the errors
+        of `Pool.ask`."""
         return decoded(await self.ask(tenant, field, encode((field, image, dict(options)))))
 
 

@@ -30,7 +30,7 @@ from tests.engine.scheduling.test_scheduler_machine import (
 )
 
 TOKEN, LARGEST = 9, 8
-NEEDS = ImageNeeds(TOKEN, merged=1, values=3, least_rows=1, most_rows=LARGEST)
+NEEDS = ImageNeeds((TOKEN,), merged=1, values=3, least_rows=1, most_rows=LARGEST)
 BOTH_WAYS = NEEDS._replace(both_ways=True)
 
 
@@ -115,10 +115,10 @@ def resolved(needs: ImageNeeds | None = NEEDS, **changes: Any) -> Any:
 
 
 def test_encoder_programs_reach_from_the_smallest_to_the_largest_image():
-    qwen = ImageNeeds(1, 4, 1176, 4, 16384)
+    qwen = ImageNeeds((1,), 4, 1176, 4, 16384)
     assert resolved(qwen).encoder_sizes == (256, 1024, 4096, 16384)
     assert resolved(qwen, max_model_len=100).encoder_sizes == (256, 400)
-    assert resolved(ImageNeeds(1, 1, 588, 576, 576)).encoder_sizes == (576,)
+    assert resolved(ImageNeeds((1,), 1, 588, 576, 576)).encoder_sizes == (576,)
     assert resolved(qwen).encoder_cache_size == 256 + 2 * 4096
     assert resolved(None).encoder_sizes == ()
 
@@ -131,12 +131,13 @@ def test_encoder_programs_reach_from_the_smallest_to_the_largest_image():
         ({"encoder_cache_size": 100, "prefill_sizes": (64,)}, "encoder_cache_size"),
         ({"limit_mm_per_prompt": ("image=-1",)}, "limit_mm_per_prompt"),
         ({"limit_mm_per_prompt": ("audio=1",)}, "limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": ("image=1", "video=x")}, "limit_mm_per_prompt"),
         ({"limit_mm_per_prompt": ("{image",)}, "limit_mm_per_prompt"),
     ],
 )
 def test_a_wrong_setting_is_refused(changes, name):
     with pytest.raises(EngineConfigError, match=name):
-        resolved(ImageNeeds(1, 4, 12, 4, 1024), **changes)
+        resolved(ImageNeeds((1,), 4, 12, 4, 1024), **changes)
 
 
 def test_settings_of_images_are_refused_without_a_tower():
@@ -146,13 +147,13 @@ def test_settings_of_images_are_refused_without_a_tower():
 
 def test_an_image_that_no_chunk_holds_is_refused_where_none_may_be_split():
     with pytest.raises(EngineConfigError, match="prefill_sizes"):
-        resolved(ImageNeeds(1, 1, 12, 512, 512, both_ways=True), prefill_sizes=(64, 256))
+        resolved(ImageNeeds((1,), 1, 12, 512, 512, both_ways=True), prefill_sizes=(64, 256))
 
 
 def test_the_limit_takes_the_forms_of_vllm():
     for given in (("image=3",), ('{"image": 3}',), {"image": 3}, "image=3"):
-        assert EngineConfig(limit_mm_per_prompt=given).most_images == 3
-    assert EngineConfig().most_images is None
+        assert EngineConfig(limit_mm_per_prompt=given).mm_limits == {"image": 3}
+    assert EngineConfig().mm_limits == {}
 
 
 # ---- plans

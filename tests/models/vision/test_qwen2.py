@@ -117,12 +117,20 @@ def test_text_continues_after_the_longer_side_of_an_image() -> None:
     assert axes[2].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7]
 
 
-def test_frames_of_a_clip_are_steps_of_time_apart() -> None:
+def test_frames_of_a_video_are_steps_of_time_apart() -> None:
     config = QWEN2_5_VL.config(CONFIGS["qwen2_5_vl"])
-    clip = ImageInput(np.zeros((0, 0)), (4, 2, 2), step=1.5)
-    axes = place_axes(config)([0] * 6, [PlacedImage(1, 5, clip)])
+    video = ImageInput(np.zeros((0, 0)), (4, 2, 2), step=1.5)
+    axes = place_axes(config)([0] * 6, [PlacedImage(1, 5, video)])
     assert axes[0].tolist() == [0, 1, 2, 4, 5, 2]
     assert axes[1].tolist() == axes[2].tolist() == [0, 1, 1, 1, 1, 2]
+
+
+def test_frames_with_text_between_them_are_as_images() -> None:
+    config = QWEN2_5_VL.config(CONFIGS["qwen2_5_vl"])
+    video = ImageInput(np.zeros((0, 0)), (2, 2, 4))
+    axes = place_axes(config)([5, 1, 1, 5, 5, 1, 1, 5], [PlacedImage(1, 7, video)])
+    assert axes[0].tolist() == axes[1].tolist() == [0, 1, 1, 3, 4, 5, 5, 7]
+    assert axes[2].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,20 @@ import numpy as np
 import pytest
 
 from jaxinfer import load_model
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.distributed.make import make_engine
 from jaxinfer.images.processor import normalised
 from jaxinfer.images.qwen import QwenProcessor
 from jaxinfer.models.model import Model
-from jaxinfer.models.vision.tower import Vision, place_images
-from jaxinfer.types import VISION, ImageInput
+from jaxinfer.models.vision.tower import Vision
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import VISION, ImageInput, Request
 from tools.oracle.images_golden import ImageGolden, Scene, allowed, read_images, write_image_checkpoint
 from tools.oracle.pictures import picture
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "images"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 SCENES = ("one", "several", "clip")
-IMAGE, VIDEO = 62, 63
 
 MISTAKES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "no windows": ("qwen2_5_vl", {"fullatt_block_indexes": [0, 1, 2, 3]}, {}),
@@ -64,12 +66,7 @@ def images_of(model: Model, scene: Scene) -> list[ImageInput]:
         return [process.prepare(picture(*each)) for each in scene.pictures]
     frames, height, width, rate = scene.clip
     shown = [picture(int(height), int(width), 100 + index) for index in range(int(frames))]
-    return list(process.prepare_clip(shown, rate))
-
-
-def as_images(tokens: list[int]) -> list[int]:
-    """Return a prompt whose clips are images: one kind of placeholder stands for both."""
-    return [IMAGE if token == VIDEO else token for token in tokens]
+    return [process.prepare_video(shown, len(shown), rate)]
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -78,15 +75,15 @@ def test_pixels_are_those_of_transformers(loaded: tuple[ImageGolden, Model], nam
     scene, images = golden.scenes[name], images_of(model, golden.scenes[name])
     process = vision_of(model).processor
     assert np.array_equal(np.concatenate([normalised(process, image.patches) for image in images]), scene.pixels)
-    grids = [list(image.grid) for image in images]
-    assert grids == scene.grids or grids == [[1, *scene.grids[0][1:]]] * scene.grids[0][0]
+    assert [list(image.grid) for image in images] == scene.grids
 
 
 @pytest.mark.parametrize("name", SCENES)
 def test_rows_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
     golden, model = loaded
     scene, vision = golden.scenes[name], vision_of(model)
-    rows = np.concatenate([vision.encode(model.params[VISION], image) for image in images_of(model, scene)])
+    frames = [frame for image in images_of(model, scene) for frame in image.frames]
+    rows = np.concatenate([vision.encode(model.params[VISION], frame) for frame in frames])
     error = np.abs(rows.astype(np.float64) - scene.rows).max()
     assert error <= allowed(scene.rows_error, np.abs(scene.rows).max())
 
@@ -95,8 +92,8 @@ def test_rows_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name:
 def test_positions_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
     golden, model = loaded
     scene, vision = golden.scenes[name], vision_of(model)
-    prompt = as_images(scene.prompt)
-    axes = vision.axes(prompt, place_images(prompt, images_of(model, scene), vision.config))
+    prompt = scene.prompt
+    axes = vision.axes(prompt, vision.place(prompt, images_of(model, scene)))
     assert axes is not None
     assert axes.tolist() == scene.axes.tolist()
     assert axes.max() + 1 - len(prompt) == scene.delta
@@ -106,13 +103,29 @@ def test_positions_are_those_of_transformers(loaded: tuple[ImageGolden, Model], 
 def test_logits_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
     golden, model = loaded
     scene = golden.scenes[name]
-    tokens, length = as_images(scene.prompt) + scene.greedy[:-1], len(scene.prompt)
+    tokens, length = scene.prompt + scene.greedy[:-1], len(scene.prompt)
     images = images_of(model, scene)
     logits = np.asarray(model.apply(model.params, jnp.asarray([tokens]), images)[0], np.float64)
     prefill, decode = np.abs(logits[:length] - scene.prefill).max(), np.abs(logits[length:] - scene.decode).max(-1)
     assert prefill <= allowed(scene.prefill_error)
     assert np.all(decode <= allowed(scene.decode_error))
     assert logits[length - 1 :].argmax(-1).tolist() == scene.greedy
+
+
+@pytest.mark.parametrize("name", ["several", "clip"])
+def test_served_tokens_are_those_of_transformers(loaded: tuple[ImageGolden, Model], name: str) -> None:
+    """In chunks of 16 tokens, which split images and videos."""
+    golden, model = loaded
+    scene, images = golden.scenes[name], images_of(model, golden.scenes[name])
+    placed = vision_of(model).place(scene.prompt, images)
+    config = EngineConfig(max_num_seqs=2, max_model_len=192, page_size=16, prefill_sizes=(16,), num_pages=40)
+    engine = make_engine(model, config, "cpu")
+    params = SamplingParams(temperature=0.0, max_tokens=len(scene.greedy), ignore_eos=True)
+    engine.add(Request("a", tuple(scene.prompt), params, images=placed))
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    assert tokens == scene.greedy
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

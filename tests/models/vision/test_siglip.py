@@ -59,7 +59,7 @@ def test_attention_in_one_direction_is_noticed(model: Model) -> None:
 
 
 def test_each_token_sees_the_end_of_its_own_image(model: Model) -> None:
-    image = vision_of(model).config.image_token
+    (image,) = vision_of(model).placeholders
     tokens = np.array([[1, image, image, 2, image, 3], [image, image, 1, 1, image, image]])
     assert vision_of(model).ends(tokens).tolist() == [[0, 2, 2, 3, 4, 5], [1, 1, 2, 3, 5, 5]]
 

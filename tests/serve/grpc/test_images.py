@@ -12,7 +12,7 @@ import grpc
 from jaxinfer.client import AsyncClient
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from tests.serve.grpc.running import failure, running
-from tests.serve.vision import LIMITS, fake_images, file_of, ids_of, part_of, url_of, watch
+from tests.serve.vision import LIMITS, fake_images, file_of, ids_of, part_of, url_of, video_source, watch
 
 FILE = file_of(4, 2)
 PROMPT = ids_of("[user] ", 2, "hi\n[a] ")
@@ -73,6 +73,32 @@ def test_what_is_refused() -> None:
             score = pb.ScoreRequest(chat=asked(image(data=FILE)), continuations=[continuation])
             failed = await failure(server.inference.Score(score))
             assert list(failed.violations) == ["chat.messages[0].parts[0].type"]
+
+    run(story)
+
+
+def video(count: int = 2, **fields: Any) -> pb.Content:
+    return pb.Content(video=pb.Video(frames=[file_of(8, 4, seed=seed) for seed in range(count)], **fields))
+
+
+def test_videos() -> None:
+    async def story() -> None:
+        async with running(vision=fake_images(1, source=video_source()), limits=LIMITS) as server:
+            seen = watch(server.frontend._backend)
+            call = server.inference.Generate(pb.GenerateRequest(chat=asked(video(fps=4.0), TEXT)))
+            assert [response async for response in call]
+            block = ("<|vision_start|>", [16], "<|vision_end|>")
+            assert seen[-1].prompt_token_ids == ids_of("[user] ", *block, "hi\n[a] ")
+            assert [(each.image.video, each.image.grid) for each in seen[-1].images] == [(True, (2, 4, 8))]
+            for part, field in (
+                (video(0), "video.frames"),
+                (video(fps=0.0), "fps"),
+                (video(max_pixels=0), "max_pixels"),
+                (pb.Content(video=pb.Video(frames=[FILE, b"no image"])), "video.frames[1]"),
+            ):
+                failed = await failure(server.inference.Generate(pb.GenerateRequest(chat=asked(part))))
+                assert failed.code is grpc.StatusCode.INVALID_ARGUMENT
+                assert list(failed.violations) == [f"chat.messages[0].parts[0].{field}"], failed.message
 
     run(story)
 

@@ -23,7 +23,7 @@ from jaxinfer.types import Request
 from tests.fake_vision_processor import GREEDY, HANGS
 from tests.images.pictures import pixels
 from tests.serve.http.support import run, serving
-from tests.serve.vision import LIMITS, fake_images, file_of, ids_of, part_of, url_of, watch
+from tests.serve.vision import LIMITS, fake_images, file_of, ids_of, part_of, url_of, video_source, watch
 
 FIRST, SECOND = file_of(4, 2), file_of(6, 4, "JPEG")
 URL = url_of(FIRST)
@@ -155,9 +155,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([part_of(url_of(file_of(200, 100)))], {}, "messages[0].content[0].image_url.url"),
     ([part_of(URL, detail="ultra")], {}, "messages[0].content[0].image_url.detail"),
     ([part_of(URL)] * 4, {}, "messages[0].content[3]"),
-    ([{"type": "image_url", "uuid": "7", "image_url": None}], {}, "messages[0].content[0].image_url"),
+    ([{"type": "image_url", "uuid": "7", "image_url": None}], {}, "messages[0].content[0].uuid"),
     ([{"type": "image", "image": "/etc/passwd"}], {}, "messages[0].content[0].type"),
-    ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA"}}], {}, "messages[0].content[0].type"),
+    ([{"type": "video_url", "video_url": "data:video/mp4;base64,AA"}], {}, "messages[0].content[0].video_url"),
+    ([{"type": "video", "video": [URL]}], {}, "messages[0].content[0].type"),
     ([part_of(URL)], {"mm_processor_kwargs": {"max_pixels": 0}}, "mm_processor_kwargs.max_pixels"),
     ([part_of(URL)], {"mm_processor_kwargs": {"max_pixels": "9"}}, "mm_processor_kwargs.max_pixels"),
     ([part_of(URL)], {"mm_processor_kwargs": {"size": 3}}, "mm_processor_kwargs.size"),
@@ -188,12 +189,89 @@ def test_what_is_refused() -> None:
 def test_options_of_the_processor_reach_it() -> None:
     async def test() -> None:
         async with watched() as (http, seen):
-            options = {"max_pixels": 8, "fps": 2.0}
+            options = {"max_pixels": 8, "fps": 2.0}  # a rate does not matter to images
             answer = await asked(http, [part_of(URL)], mm_processor_kwargs=options)
             assert answer.status_code == 200, answer.text
-            assert "mm_processor_kwargs.fps" in answer.headers["x-jaxinfer-ignored"]
             assert (await asked(http, [part_of(URL)], mm_processor_kwargs={"max_pixels": 7})).status_code == 400
             assert len(seen) == 1
+
+    run(test)
+
+
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"
+FRAMES = [url_of(file_of(8, 4, seed=seed)) for seed in range(2)]
+VIDEO_PART = {"type": "video", "video": FRAMES, "fps": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("Qwen2VL", (BEGIN, [16], END)),
+        ("Qwen3VL", ("<0.0 seconds>", BEGIN, [8], END, "<0.2 seconds>", BEGIN, [8], END)),
+    ],
+)
+def test_videos(model: str, wanted: tuple[Any, ...]) -> None:
+    async def test() -> None:
+        async with watched(fake_images(source=video_source(model))) as (http, seen):
+            frames = ",".join(url.partition(",")[2] for url in FRAMES)
+            packed = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
+            for content, options in (
+                ([part_of(URL), VIDEO_PART, TEXT], {}),
+                ([part_of(URL), packed, TEXT], {"mm_processor_kwargs": {"fps": 4}}),
+            ):
+                answer = await asked(http, content, **options)
+                assert answer.status_code == 200, answer.text
+                assert seen[-1].prompt_token_ids == ids_of("[user] ", 2, *wanted, "hi\n[a] ")
+                assert [each.image.video for each in seen[-1].images] == [False, True]
+                assert seen[-1].images[1].image.grid == (2, 4, 8)
+            assert seen[0].images == seen[1].images
+
+    run(test)
+
+
+REFUSED_VIDEOS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({**VIDEO_PART, "fps": 0}, {}, "messages[0].content[0].fps"),
+    ({**VIDEO_PART, "fps": "2"}, {}, "messages[0].content[0].fps"),
+    (VIDEO_PART, {"mm_processor_kwargs": {"fps": -1}}, "mm_processor_kwargs.fps"),
+    ({**VIDEO_PART, "video": []}, {}, "messages[0].content[0].video"),
+    ({**VIDEO_PART, "video": FRAMES * 400}, {}, "messages[0].content[0].video"),
+    ({**VIDEO_PART, "video": [URL, URL[:102]]}, {}, "messages[0].content[0].video[1]"),
+    ({**VIDEO_PART, "video": [URL, "https://example.com/a.png"]}, {}, "messages[0].content[0].video[1]"),
+    ({**VIDEO_PART, "video": [URL, url_of(b"\0\0\0\x18ftypisom")]}, {}, "messages[0].content[0].video[1]"),
+    ({**VIDEO_PART, "video": [URL, FRAMES[0]]}, {}, "messages[0].content[0].video"),
+    ({"type": "video", "uuid": "7"}, {}, "messages[0].content[0].uuid"),
+]
+
+
+def test_videos_that_are_refused() -> None:
+    async def test() -> None:
+        async with watched(fake_images(3, source=video_source())) as (http, seen):
+            for part, fields, field in REFUSED_VIDEOS:
+                answer = await asked(http, [part], **fields)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+            answer = await asked(http, [VIDEO_PART, TEXT, VIDEO_PART])
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[2]"), answer.text
+            assert seen == []
+
+    run(test)
+
+
+def test_a_uuid_stands_for_an_earlier_image_of_the_tenant() -> None:
+    async def test() -> None:
+        async with watched(fake_images(source=video_source())) as (http, seen):
+            for sent, named in (
+                (part_of(URL) | {"uuid": "a"}, {"type": "image_url", "image_url": None, "uuid": "a"}),
+                (VIDEO_PART | {"uuid": "b"}, {"type": "video", "uuid": "b", "fps": 4}),
+            ):
+                assert (await asked(http, [named])).status_code == 400
+                for part in (sent, named):
+                    answer = await asked(http, [part])
+                    assert answer.status_code == 200, answer.text
+                assert seen[-1].images == seen[-2].images
+                assert seen[-1].prompt_token_ids == seen[-2].prompt_token_ids
+            assert (await asked(http, [{"type": "image_url", "image_url": None, "uuid": "b"}])).status_code == 400
+            assert (await asked(http, [part_of(URL[:102]) | {"uuid": "c"}])).status_code == 400
+            assert (await asked(http, [{"type": "image_url", "image_url": None, "uuid": "c"}])).status_code == 400
 
     run(test)
 
