@@ -127,8 +127,6 @@ def images_of(request: Request, engine: ResolvedEngine, axes: PlaceAxes | None =
         count = sum(each.image.video == (kind == "video") for each in placed)
         if count > most:
             raise RequestError("images", f": {count} are more than limit_mm_per_prompt = {kind}={most}")
-    if engine.drafts_on_device:
-        raise RequestError("images", f"are not served with speculative = {engine.speculative}, which drafts for text")
     return PromptImages(request.prompt_token_ids, placed, needs, axes)
 
 

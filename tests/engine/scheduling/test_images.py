@@ -90,7 +90,7 @@ def test_a_wrong_request_is_refused(case):
     assert not loop.busy
 
 
-def test_images_without_a_tower_or_with_a_drafter_on_the_device_are_refused():
+def test_images_without_a_tower_are_refused():
     for loop in (
         make_loop(),
         image_loop(limit_mm_per_prompt=("image=0",), encoder_sizes=None, encoder_cache_size=None),
@@ -98,12 +98,6 @@ def test_images_without_a_tower_or_with_a_drafter_on_the_device_are_refused():
         with pytest.raises(RequestError) as refused:
             loop.scheduler.add(GOOD)
         assert refused.value.field == "images"
-    loop = image_loop(speculative="draft_model", speculative_model="some")
-    with pytest.raises(RequestError) as refused:
-        loop.scheduler.add(GOOD)
-    assert refused.value.field == "images"
-    loop.add(make_request("text", 20))
-    loop.drain()
 
 
 # ---- settings
@@ -213,7 +207,7 @@ def test_a_chunk_that_resumes_in_an_image_ends_with_it():
 
 def draw_image_config(choose: Choose) -> dict[str, Any]:
     """Draw settings with as little room for images as is possible, or a little more."""
-    config = draw_config(choose, drafters=(None, None, "ngram", "trees"))
+    config = draw_config(choose)
     largest = min(LARGEST, config["prefill_sizes"][-1])
     needs = choose(NEEDS, NEEDS, BOTH_WAYS)._replace(most_rows=largest)
     least = config["prefill_sizes"][-1] + 2 * largest
