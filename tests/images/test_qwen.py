@@ -210,6 +210,23 @@ def test_bounds_of_a_video_by_frame_are_for_all_frames() -> None:
     assert process.prepare(frames_of(1)[0]).grid == (1, 4, 6)
 
 
+@pytest.mark.parametrize(
+    ("frames", "size", "least", "resized"),
+    [
+        (10, (793, 214), 131_072, (256, 64)),
+        (15, (585, 996), 131_072, (64, 128)),
+        (22, (740, 148), 4096, (192, 32)),
+        (6, (890, 696), 131_072, (192, 160)),
+    ],
+)
+def test_sizes_of_frames_are_those_of_transformers(
+    frames: int, size: tuple[int, int], least: int, resized: tuple[int, int]
+) -> None:
+    """Values are of ``smart_resize`` in transformers' video_processing_qwen3_vl.py, for at most 200,000 pixels."""
+    video = bounded(least, 200_000, QWEN3).prepare_video([np.zeros((*size, 3), np.uint8)] * frames, frames, 2.0)
+    assert video.grid == (-(-frames // 2), resized[0] // 16, resized[1] // 16)
+
+
 @pytest.mark.parametrize("architecture", [NAMES["2"], QWEN3])
 def test_frames_are_within_the_encoder_programs_and_a_video_within_the_prompt(architecture: str) -> None:
     process: Any = bounded(28 * 28, 10**7, architecture)
