@@ -37,11 +37,13 @@ _EXAMPLES = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags; ``settings`` and ``sampling`` are the given fields of the engine config and the request."""
+    """Parse the flags; ``settings`` and ``sampling`` are given fields of the engine config and the request, ``shown``
+    are the images and videos."""
     parser = make_parser()
     args = parser.parse_args(argv)
     parser.take_model(args)
-    for name in ("json", "image", *_PROMPTS):
+    args.shown = [*args.image, *args.video]
+    for name in ("json", "image", "video", *_PROMPTS):
         if args.chat and getattr(args, name):
             parser.error(f"--chat and --{name.replace('_', '-')} exclude each other: a conversation is typed and read")
     given = [f"--{name.replace('_', '-')}" for name in _PROMPTS if getattr(args, name)]
@@ -49,8 +51,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{' and '.join(given)} exclude each other")
     if args.system is not None and not args.chat:
         parser.error("--system is the first message of a conversation: it needs --chat")
-    if args.chat_template is not None and given and not args.image:
-        parser.error("--chat-template renders conversations: it needs --chat or --image")
+    if args.chat_template is not None and given and not args.shown:
+        parser.error("--chat-template renders conversations: it needs --chat, --image or --video")
     args.lora = [(name, path or _folder(parser, args.model, name)) for name, path in args.lora]
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
     if args.lora:
@@ -70,6 +72,9 @@ def make_parser() -> Parser:
     what.add_argument("--prompts", metavar="FILE", help=each)
     image = "image that the prompts are about, before their text in a chat message; may be repeated"
     what.add_argument("--image", action="append", default=[], metavar="FILE", help=image)
+    video = "frames of a video, in the same place; may be repeated"
+    what.add_argument("--video", action="append", nargs="+", default=[], metavar="FRAME", help=video)
+    what.add_argument("--fps", type=float, metavar="RATE", help="frames of a video in a second (default: 2)")
     what.add_argument("--chat", action="store_true", help="chat in the terminal, like jaxinfer chat")
     chat.add_system(what)
     shipped = ", ".join(f"{name} ({what})" for name, what in DEMO_ADAPTERS.items())

@@ -40,11 +40,15 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
     llm, params = start(args, min(len(prompts) * (args.n or 1), _MOST_TOGETHER))
     streaming = args.stream and not args.json and len(prompts) == 1 and params.n == 1
     clock, loras = Clock(), [LoRARequest(*each) for each in args.lora]
-    on_delta = _printer(clock, ("" if args.image else prompts[0]) if streaming else None)
+    on_delta = _printer(clock, ("" if args.shown else prompts[0]) if streaming else None)
     lora = loras[0] if len(loras) == 1 else loras or None
     with leaving_at_once():
-        if args.image:
-            outputs = llm.chat([question(args.image, each) for each in prompts], params, lora=lora, on_delta=on_delta)
+        if args.shown:
+            asked, options = (
+                [question(args.shown, each) for each in prompts],
+                {} if args.fps is None else {"fps": args.fps},
+            )
+            outputs = llm.chat(asked, params, lora=lora, mm_processor_kwargs=options, on_delta=on_delta)
         else:
             outputs = llm.generate(prompts, params, lora=lora, on_delta=on_delta)
     clock.stop()
@@ -58,9 +62,10 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
         _print_stats(llm, clock, outputs)
 
 
-def question(images: Sequence[str], text: str) -> list[dict[str, Any]]:
-    """Return a conversation that asks about images."""
-    parts = [{"type": "image", "image": image} for image in images]
+def question(shown: Sequence[str | list[str]], text: str) -> list[dict[str, Any]]:
+    """Return a conversation that asks about images, and videos as lists of frames."""
+    kinds = [("video" if isinstance(each, list) else "image", each) for each in shown]
+    parts = [{"type": kind, kind: each} for kind, each in kinds]
     texts = [{"type": "text", "text": text}] if text else []
     return [{"role": "user", "content": [*parts, *texts]}]
 
@@ -71,7 +76,7 @@ def _is_talk(args: argparse.Namespace) -> bool:
     Raises:
         RequestError: so it is, but the model has no chat template.
     """
-    if args.prompt or args.prompt_file or args.prompts or args.image or args.json or not sys.stdin.isatty():
+    if args.prompt or args.prompt_file or args.prompts or args.shown or args.json or not sys.stdin.isatty():
         return False
     if load_template(model_folder(args.model), args.chat_template) is None:
         raise RequestError(None, f"no prompt, and the model {args.model!r} has no chat template: {_NO_PROMPT}")
@@ -86,7 +91,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt_file is not None and args.prompt_file != "-":
         return [_read(args.prompt_file)]
     if args.prompt_file is None and sys.stdin.isatty():
-        if args.image:
+        if args.shown:
             return [""]  # a model may have learnt to describe an image without being asked
         raise RequestError(None, f"no prompt: {_NO_PROMPT}")
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -95,7 +100,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(None, f"standard input is not UTF-8: {error}") from error
-    if not text and not args.image:
+    if not text and not args.shown:
         raise RequestError(None, f"no prompt, and nothing on standard input: {_NO_PROMPT}")
     # echo appends a line end that is not meant; the text of a named file is used unchanged
     return [text if args.prompt_file == "-" else text.removesuffix("\n")]

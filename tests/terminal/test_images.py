@@ -12,7 +12,7 @@ from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.terminal import complete
 from jaxinfer.terminal.chat import Conversation
 from tests.fake_vision_processor import FakeProcessor
-from tests.serve.vision import file_of, ids_of
+from tests.serve.vision import file_of, ids_of, video_source
 from tests.test_llm_images import FakeLLM
 
 PARAMS = SamplingParams(max_tokens=2)
@@ -37,6 +37,21 @@ def test_prompts_about_images(file: str, monkeypatch: pytest.MonkeyPatch, capsys
         assert len(request.images) == 2
     assert complete.run(generate.parse(["model", "--image", f"{file}x", "--prompt", "hi"])) == 2
     assert f"{file}x" in capsys.readouterr().err
+
+
+def test_prompts_about_videos(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, files = FakeLLM(video_source("Qwen3VL").processor()), [str(tmp_path / f"{number}.png") for number in range(2)]
+    for number, name in enumerate(files):
+        pathlib.Path(name).write_bytes(file_of(8, 4, seed=number))
+    monkeypatch.setattr(complete, "start", lambda args, sequences: (llm, PARAMS))
+    flags = ["model", "--image", files[0], "--video", *files, "--fps", "4", "--prompt", "hi"]
+    assert complete.run(generate.parse(flags)) == 0
+    (request,) = llm.recording.seen
+    block = ("<|vision_start|>", [8], "<|vision_end|>")
+    wanted = ids_of("[user] ", 8, "<0.0 seconds>", *block, "<0.2 seconds>", *block, "hi\n[a] ")
+    assert request.prompt_token_ids == wanted
+    for rate in ("0", "nan"):
+        assert complete.run(generate.parse([*flags[:-4], "--fps", rate, "--prompt", "hi"])) == 2
 
 
 def test_flags_of_images(file: str, capsys: pytest.CaptureFixture[str]) -> None:
