@@ -256,7 +256,7 @@ def test_videos_that_are_refused() -> None:
     run(test)
 
 
-def test_a_uuid_stands_for_an_earlier_image_of_the_tenant() -> None:
+def test_a_uuid_stands_for_an_earlier_image() -> None:
     async def test() -> None:
         async with watched(fake_images(source=video_source())) as (http, seen):
             for sent, named in (
