@@ -81,7 +81,7 @@ class ImageInput:
             return (self,)
         grid, rows = (1, *self.grid[1:]), self.patches.shape[0] // count
         return tuple(
-            ImageInput(self.patches[index * rows : (index + 1) * rows], grid, f"{self.digest}:{index}", video=True)
+            ImageInput(self.patches[index * rows : (index + 1) * rows], grid, f"{self.digest}{index:04x}", video=True)
             for index in range(count)
         )
 

@@ -156,9 +156,7 @@ class FakeModel:
 
     def alone(self, request: Request, index: int) -> Alone:
         chain, state = Chain(self.windows, adapter=content_number(request)), self.first_state(request)
-        rows = {
-            placed.start + row: number for placed in request.images for row, number in enumerate(encoded(placed.image))
-        }
+        rows = rows_of(request)
         tokens, logprobs = list(request.prompt_token_ids), []
         prompt, reason = len(tokens), None
         while reason is None:
@@ -178,6 +176,15 @@ class FakeModel:
 def content_number(request: Request) -> int:
     """Return the content number of a request's adapter: the value of each part of its slot once it is loaded."""
     return 0 if request.lora is None else int(request.lora.identity, 16)
+
+
+def rows_of(request: Request) -> dict[int, int]:
+    """Return what is read in place of each placeholder, by its position."""
+    found, tokens = dict[int, int](), request.prompt_token_ids
+    for start, stop, image in request.images:
+        places = [at for at in range(start, stop) if tokens[at] == tokens[start]]
+        found |= zip(places, (number for frame in image.frames for number in encoded(frame)), strict=True)
+    return found
 
 
 def encoded(image: ImageInput) -> list[int]:

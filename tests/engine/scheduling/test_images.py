@@ -100,6 +100,40 @@ def test_images_without_a_tower_are_refused():
         assert refused.value.field == "images"
 
 
+def make_video(number: int, frames: int, rows: int) -> ImageInput:
+    image = make_image(number, frames * rows)
+    return dataclasses.replace(image, grid=(frames, 1, rows), video=True)
+
+
+def test_images_and_videos_have_limits_of_their_own():
+    loop = image_loop(limit_mm_per_prompt=("image=1", "video=2"))
+    image, videos = (1, make_image(1, 2)), [(4 * number, make_video(number, 2, 1)) for number in range(1, 4)]
+    loop.add(with_images(make_request("a", 20), image, *videos[:2]))
+    for placed in ((image, (16, make_image(2, 2))), videos):
+        with pytest.raises(RequestError) as refused:
+            loop.scheduler.add(with_images(make_request("b", 20), *placed))
+        assert refused.value.field == "images"
+    loop.drain()
+
+
+def test_a_video_is_encoded_frame_by_frame():
+    """It is larger than any encoder program; text stands between its frames."""
+    video = make_video(1, 3, LARGEST - 1)
+    request = with_images(make_request("a", 60), (2, video))
+    tokens, (placed,) = list(request.prompt_token_ids), request.images
+    tokens[12:12] = [1, 2]
+    placed = placed._replace(stop=placed.stop + 2)
+    loop = image_loop(prefill_sizes=(8, 16), max_num_batched_tokens=20)
+    loop.add(dataclasses.replace(request, prompt_token_ids=tuple(tokens), images=(placed,)))
+    encoded = [encode.image for encode in loop.step().encodes]
+    while len(encoded) < 3:
+        encoded += [encode.image for encode in loop.step().encodes]
+    assert encoded == list(video.frames)
+    loop.drain()
+    with pytest.raises(RequestError):
+        loop.scheduler.add(with_images(make_request("b", 60), (2, make_video(1, 2, LARGEST + 1))))
+
+
 # ---- settings
 
 
