@@ -17,6 +17,7 @@ from jaxinfer.layers.attention import Attend, causal_attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.rope import AxisPositions
+from jaxinfer.models.config import ConfigError, ConfigReader, shown
 from jaxinfer.types import ImageInput, ParamTree, PlacedImage
 
 Grid = tuple[int, int, int]
@@ -52,6 +53,14 @@ class TowerConfig(Protocol):
 
     @property
     def bidirectional(self) -> bool: ...
+
+
+def vision_config(config_json: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
+    """Return the reader of the ``vision_config``."""
+    found = config_json.get("vision_config")
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: vision_config = {shown(found)} must be an object")
+    return ConfigReader(found, defaults)
 
 
 class Tower(Layer):

@@ -21,6 +21,7 @@ from tools.oracle.pictures import picture
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "images"
 SCENES = ("one", "several")
+NAMES = ("llava", "gemma3", "mistral3", "mistral3-ministral3")
 
 
 @functools.cache
@@ -28,8 +29,8 @@ def golden_of(name: str) -> ImageGolden:
     return read_images(GOLDENS / name)
 
 
-def load(name: str, folder: pathlib.Path) -> Model:
-    written = write_image_checkpoint(golden_of(name), folder)
+def load(golden: ImageGolden, folder: pathlib.Path) -> Model:
+    written = write_image_checkpoint(golden, folder)
     return load_model(str(written), dtype="float32", show_progress=False)
 
 
@@ -105,6 +106,21 @@ def served_faults(model: Model, scene: Scene, **tokens: Any) -> list[str]:
         wrong = {token: each.logprob for token, each in got.items() if not abs(each.logprob - row[token]) <= bound}
         faults += [f"logprobs {wrong}"] if wrong else []
     return faults
+
+
+def with_tower(model: Model, **changes: Any) -> Model:
+    """Return a model whose tower has another config."""
+    vision = vision_of(model)
+    config = dataclasses.replace(vision.config, **changes)
+    return model.replace(vision=dataclasses.replace(vision, config=config, module=vision.module.clone(config=config)))
+
+
+def edited(name: str, field: str, value: Any) -> dict[str, Any]:
+    """Return a golden file's config.json with another value of a field, ``outer.inner`` for one of an object."""
+    config = {**golden_of(name).files["config.json"]}
+    outer, _, inner = field.partition(".")
+    config[outer] = {**config[outer], inner: value} if inner else value
+    return config
 
 
 def _unexpanded(scene: Scene, process: Processor) -> list[int]:
