@@ -10,7 +10,7 @@ import pathlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxinfer.images.registry import find_source
+from jaxinfer.images.registry import source_of
 from jaxinfer.serve.api.auth import Authoriser
 from jaxinfer.serve.api.errors import unavailable
 from jaxinfer.serve.api.requests import ModelCard
@@ -314,20 +314,19 @@ class Server:
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
         _log.info("serving %s", self._addresses)
 
-    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer) -> Images | None:
+    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer | None) -> Images | None:
         """Return what reads the images of requests; None: the model reads text only.
 
         Raises:
             ValueError: a file of the processor is invalid.
         """
-        source, most, limits = find_source(folder), most_images(card), self.config.limits
-        sizes = card.engine.get("encoder_sizes")
-        if source is None or most == 0 or not sizes:
+        if not card.image_processor or tokenizer is None:
             return None
-        source = dataclasses.replace(source, rows=sizes[-1])
+        limits, rows = self.config.limits, card.engine["encoder_sizes"][-1]
+        source = dataclasses.replace(source_of(folder, card.image_processor), rows=rows)
         domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
         media = MediaFetcher(domains, bounds) if domains else None
-        return Images(source, limits, tokenizer.token_to_id, most, media)
+        return Images(source, limits, tokenizer.token_to_id, most_images(card), media)
 
     def _adapters(self) -> LoRAs | None:
         config = self.config
