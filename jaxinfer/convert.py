@@ -11,7 +11,14 @@ from typing import Any
 
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.interrupts import INTERRUPTED
-from jaxinfer.loading import LOADING_ERRORS, model_folder, open_model, write_companions
+from jaxinfer.loading import (
+    LOADING_ERRORS,
+    described_by,
+    model_folder,
+    open_model,
+    saved_specs,
+    write_companions,
+)
 from jaxinfer.models.model import Model
 from jaxinfer.quantize import RecipeError, command
 from jaxinfer.weights import CheckpointError
@@ -66,7 +73,7 @@ def convert(job: Conversion, progress: Progress | None = None) -> None:
         if arrays:
             write_companions(files.path, started.folder)
             leaves = leaves_of(model.specs, model.params)
-            write_folder(started, model.specs, leaves, files.config_json, None, progress)
+            write_folder(started, model.specs, leaves, described_by(files, model), None, progress)
         else:
             _write_safetensors(started, files, model)
 
@@ -75,7 +82,8 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
     """Write one safetensors file; an interrupted run starts again from the beginning."""
     if files.quantized:
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
-    save_params(started.folder, model.params, model.specs, files.config_json, str(model.dtype))
+    config = described_by(files, model)
+    save_params(started.folder, model.params, saved_specs(model, config), config, str(model.dtype))
     write_companions(files.path, started.folder)
     started.publish()
 

@@ -27,7 +27,7 @@ from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
-from jaxinfer.formats.multimodal import text_model, wrapped_name
+from jaxinfer.formats.multimodal import is_wrapper, text_model, wrapped_name
 from jaxinfer.images.expansion import for_vocabulary, within
 from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.layers.rope import RopeConfig
@@ -268,9 +268,7 @@ def load_model(
     if model.vision is not None and tokenizer is not None:
         processor = for_vocabulary(model.vision.processor, tokenizer.token_to_id)
         model = model.replace(vision=dataclasses.replace(model.vision, processor=processor))
-    if model.vision is None and (others := files.left_out):
-        what = ", ".join(f"{name}: {count}" for name, count in others.items())
-        _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
+    _warn_of_others(files, model)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as on_tensor:
         params = _load(files, model, on_tensor, check_finite, mesh)
@@ -279,8 +277,24 @@ def load_model(
         tokenizer=tokenizer,
         chat_template=template,
         generation_config=_generation_config(files.path),
-        origin=LoadedFrom(files.path, files.config_json if model.vision is None else files.whole_json),
+        origin=LoadedFrom(files.path, described_by(files, model)),
     )
+
+
+def _warn_of_others(files: ModelFiles, model: Model) -> None:
+    if model.vision is None and (others := files.left_out):
+        what = ", ".join(f"{name}: {count}" for name, count in others.items())
+        _log.warning(f"{model.name} is read as a text model, without images: tensors that are not read ({what})")
+
+
+def described_by(files: ModelFiles, model: Model) -> Mapping[str, Any]:
+    """Return the config.json of a model that was read from files: that of the text model alone, or with its tower."""
+    return files.config_json if model.vision is None else files.whole_json
+
+
+def saved_specs(model: Model, config_json: Mapping[str, Any]) -> ParamTree:
+    """Return the specs of a model with the tensor names of a checkpoint with this config.json."""
+    return with_names(model.specs, wrapped_name) if is_wrapper(config_json) else model.specs
 
 
 def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -308,8 +322,7 @@ class LoadedFrom:
         described, target = self.config_json if config_json is None else config_json, pathlib.Path(folder)
         require_specified(model)
         require_described(model, text_model(described))
-        specs = model.specs if model.vision is None else with_names(model.specs, wrapped_name)
-        save_params(target, model.params, specs, described)
+        save_params(target, model.params, saved_specs(model, described), described)
         if not self.path.exists() or not target.samefile(self.path):
             write_companions(self.path, target)
 
@@ -340,7 +353,8 @@ def open_model(
     Raises:
         CheckpointError, ConfigError: one sentence with the reason; for values, when they are read.
     """
-    files, model = _describe(name, dtype, vision=False)
+    files, model = _describe(name, dtype)
+    _warn_of_others(files, model)
     params = _filled(files, model, deferred(model.dtype), progress, check_finite)
     return files, model.replace(params=params)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import jaxinfer
-from jaxinfer.images.registry import MAKERS
+from jaxinfer.models.vision.registry import VISION_FAMILIES
 from tests.fake_vision_processor import FakeProcessor
 from tests.serve.grpc import running as grpc_server
 from tests.serve.http import support as http_server
@@ -69,4 +69,4 @@ def test_programs_of_the_page_run(
 
 
 def test_the_page_names_every_architecture(page: str) -> None:
-    assert set(re.findall(r"`(\w+ForConditionalGeneration)`", page)) == MAKERS.keys()
+    assert set(re.findall(r"`(\w+ForConditionalGeneration)`", page)) == set(VISION_FAMILIES)

@@ -97,6 +97,7 @@ SLOW_FILES = (
     "serve/test_holds.py",
     "serve/test_identity.py",
     "serve/test_images_served.py",
+    "serve/test_outside_images.py",
     "serve/runtime/test_log_queue.py",
     "serve/test_process.py",
     "serve/test_structured.py",

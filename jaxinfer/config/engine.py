@@ -40,7 +40,8 @@ class ExecutionConfig:
         structured_output_helpers: processes that compute grammar masks, started by the first request with
             ``structured_outputs``, plus one for new grammars and one for slow ones. 0: such requests are rejected.
         attention_backend: "auto": Mosaic kernels for attention and the KV cache on GPUs that support them, else XLA;
-            "mosaic" and "xla" force one of them.
+            "mosaic" and "xla" force one of them. Prompts of a model that attends in both directions within images are
+            XLA's: "mosaic" is rejected.
         gemm_backend: backend of products with unquantised weights. "xla"; "mosaic": the kernel for Hopper GPUs, in
             which a row is bitwise independent of the number of rows, wherever it is supported; "auto": as "mosaic" in
             exact mode, unless a trial of it at the first start on a GPU finds a fault, or in relaxed mode where tiles
@@ -233,7 +234,7 @@ def resolve(
         "table_width": width,
         "prefill_batch_sizes": tuple(max(1, min(each, states // 2)) for each in batches) if states else batches,
         "host_pages": 0 if states else _host_pages(config, caches, itemsize),
-        **_image_sizes(chosen, images, length),
+        **_image_sizes(chosen, cache, images, length),
     }
     return ResolvedEngine(**vars(chosen) | found)
 
@@ -457,7 +458,7 @@ def _mm_limits(config: EngineConfig) -> Mapping[str, int]:
         raise EngineConfigError(f"limit_mm_per_prompt = {config.limit_mm_per_prompt} {error}") from error
 
 
-def _image_sizes(config: _Chosen, images: ImageNeeds | None, length: int) -> dict[str, object]:
+def _image_sizes(config: _Chosen, cache: CacheSpec, images: ImageNeeds | None, length: int) -> dict[str, object]:
     """Return the settings of the encoder programs and their cache; none where images are not served."""
     if images is None or _mm_limits(config).get("image") == 0:
         for name in ("encoder_sizes", "encoder_cache_size"):
@@ -470,14 +471,24 @@ def _image_sizes(config: _Chosen, images: ImageNeeds | None, length: int) -> dic
     _require(sizes[-1] >= images.least_rows, "encoder_sizes", sizes, f"must reach {images.least_rows}, a small image")
     largest = min(sizes[-1], images.most_rows) // images.merged
     if images.both_ways:
-        whole = f"must hold a whole image of this model ({largest} tokens), which no chunk may split"
-        _require(chunk >= largest, "prefill_sizes", config.prefill_sizes, whole)
+        _require_both_ways(config, cache, largest)
     least = chunk + 2 * largest
     cached = max(least, _LEAST_CACHED) if config.encoder_cache_size is None else config.encoder_cache_size
     _require(
         cached >= least, "encoder_cache_size", cached, f"must hold a chunk and two of the largest images ({least})"
     )
     return {"images": images, "encoder_sizes": tuple(sizes), "encoder_cache_size": cached}
+
+
+def _require_both_ways(config: _Chosen, cache: CacheSpec, largest: int) -> None:
+    """Reject what excludes attention in both directions within images of up to ``largest`` tokens."""
+    why = "cannot be: no kernel attends in both directions, as this model does within an image"
+    _require(config.attention_backend != "mosaic", "attention_backend", config.attention_backend, why)
+    whole = f"must hold a whole image of this model ({largest} tokens), which no chunk may split"
+    _require(config.prefill_sizes[-1] >= largest, "prefill_sizes", config.prefill_sizes, whole)
+    causal = "must be image=0: the model attends in both directions within an image, but not to latents or with states"
+    limit = config.limit_mm_per_prompt
+    _require(not (cache.latent or cache.stateful), "limit_mm_per_prompt", limit, causal)
 
 
 def _encoder_sizes(images: ImageNeeds, length: int) -> tuple[int, ...]:

@@ -175,7 +175,12 @@ def wrapped_name(name: str) -> str:
 
 
 def _is_other(name: str) -> bool:
-    return name.removeprefix("model.").partition(".")[0] in OTHERS
+    return component(name) in OTHERS
+
+
+def component(name: str) -> str:
+    """Return the first component of a tensor's name, as "visual", after the prefix of the whole model."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def is_wrapper(config_json: Mapping[str, Any]) -> bool:

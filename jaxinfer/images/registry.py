@@ -1,6 +1,6 @@
 """Image processors of model folders, without the model: a server's front end and its helper processes make them here.
 
-A family's module has ``make(config_json, files)``, which returns its `Processor` from the folder's JSON files.
+A family names a function ``make(config_json, files)``, which returns its `Processor` from the folder's JSON files.
 """
 
 from __future__ import annotations
@@ -14,20 +14,6 @@ from typing import Any
 
 from jaxinfer.images.expansion import within
 from jaxinfer.images.processor import PROCESSOR_FILES, Processor
-
-_QWEN, _CLIP, _SIGLIP, _PIXTRAL = (f"jaxinfer.images.{name}:make" for name in ("qwen", "clip", "siglip", "pixtral"))
-MAKERS: Mapping[str, str] = {
-    "Qwen2VLForConditionalGeneration": _QWEN,
-    "Qwen2_5_VLForConditionalGeneration": _QWEN,
-    "Qwen3VLForConditionalGeneration": _QWEN,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN,
-    "Qwen3_5ForConditionalGeneration": _QWEN,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN,
-    "LlavaForConditionalGeneration": _CLIP,
-    "Gemma3ForConditionalGeneration": _SIGLIP,
-    "Mistral3ForConditionalGeneration": _PIXTRAL,
-}
-"""``module:function`` that makes the processor of an architecture."""
 
 _TOWERS = {"LlavaForConditionalGeneration": "clip_vision_model"}
 """Model type of the tower whose images are read, where an architecture may have several."""
@@ -73,24 +59,15 @@ def reader_of(config_json: Mapping[str, Any], known: Container[str]) -> str | No
     return next((name for name in listed if name in known and _TOWERS.get(name, kind) == kind), None)
 
 
-def find_source(folder: Path, makers: Mapping[str, str] = MAKERS) -> ProcessorSource | None:
-    """Return the source of a folder's processor; None: its architecture reads no images, or it is no folder.
+def source_of(folder: Path, make: str) -> ProcessorSource:
+    """Return the source of the processor of a model's folder, which the function ``make`` makes.
 
     Raises:
         ValueError: a file is not a JSON object.
     """
-    config = _object(folder / "config.json")
-    named = None if config is None else reader_of(config, makers)
-    if config is None or named is None:
-        return None
-    found = {name: value for name in PROCESSOR_FILES if (value := _object(folder / name)) is not None}
-    return ProcessorSource(makers[named], config, found)
-
-
-def find_processor(folder: Path) -> Processor | None:
-    """Return the processor of a model's folder, see `find_source`."""
-    source = find_source(folder)
-    return None if source is None else source.processor()
+    files = {name: _object(folder / name) for name in PROCESSOR_FILES}
+    found = {name: value for name, value in files.items() if value is not None}
+    return ProcessorSource(make, _object(folder / "config.json") or {}, found)
 
 
 def _object(path: Path) -> dict[str, Any] | None:

@@ -69,7 +69,7 @@ class HuggingFace:
             dtype = dtype_of(spec, target_dtype(work.dtype))
             named = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
             rest |= {name: tensor.astype(dtype) for name, (tensor, _) in named.items()}
-        write_tensors(folder / self._shard(work.layers), rest)
+        write_tensors(folder / self._shard(work.layers), rest | work.tower)
         write_companions(work.files.path, folder)
         self._write_index()
         text = json.dumps(work.config_json, indent=2, ensure_ascii=False)

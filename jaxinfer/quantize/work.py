@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.formats.multimodal import component
 from jaxinfer.layers.base import Layer
+from jaxinfer.loading import described_by
 from jaxinfer.models.model import Model
 from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quantize.calibration import Calibration
 from jaxinfer.quantize.layer import LayerWeights, Linear, linears
 from jaxinfer.quantize.summary import Summary
-from jaxinfer.types import ParamTree, walk_specs
+from jaxinfer.types import VISION, ParamTree, walk_specs
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.tree import Path
 
@@ -54,16 +56,30 @@ class Work:
 
     @functools.cached_property
     def specs(self) -> ParamTree:
-        """The model's specs, with the source's tensor names; for a wrapped model, with those of the text model
-        alone."""
-        if self.files.wrapped:
+        """The model's specs, with the source's tensor names; of a wrapped model, its experts one by one, and without a
+        vision tower the names of the text model alone."""
+        if not self.files.wrapped:
+            return self.files.named(self.model.specs, self.model.family.prefix)
+        if self.model.vision is None:
             return self.model.specs
-        return self.files.named(self.model.specs, self.model.family.prefix)
+        return self.files.spelled(self.model.specs, self.model.family.prefix)
 
     @property
     def rest(self) -> dict[str, Any]:
         """The parameters outside of the layers."""
         return {name: node for name, node in self.specs.items() if not name.startswith("layers_")}
+
+    @property
+    def tower(self) -> dict[str, np.ndarray]:
+        """The tensors of a vision tower and its projector, as they are in the source."""
+        outside = [] if self.model.vision is None else self.files.outside
+        return {name: self.files.tensors.read(name) for name in outside}
+
+    @property
+    def towers(self) -> list[str]:
+        """First components of the names of a vision tower's tensors."""
+        specs = walk_specs(self.specs.get(VISION, {}))
+        return sorted({component(source.name) for _, spec in specs for source in spec.sources})
 
     def linears(self, index: int) -> list[Linear]:
         """Return the linear weights of a layer."""
@@ -100,7 +116,7 @@ class Work:
         Raises:
             RecipeError: the recipe applies to none of the model's weights.
         """
-        config = {key: value for key, value in self.files.config_json.items() if key != "torch_dtype"}
+        config = {key: value for key, value in described_by(self.files, self.model).items() if key != "torch_dtype"}
         return {**config, "dtype": self.dtype, "quantization_config": self._quantization()}
 
     def _quantization(self) -> dict[str, Any]:
@@ -117,7 +133,7 @@ class Work:
         if not inside:
             advice = f": try {self.summary.advice}" if self.summary.advice else ""
             raise RecipeError(f"{self.recipe.method} cannot take any weight of this model ({self._why()}){advice}")
-        return config_of(self.stored, dense, list(inside))
+        return config_of(self.stored, dense, list(inside), self.towers)
 
     def taken(self, index: int) -> set[str]:
         """Return the names of a layer's weights that are quantised."""

@@ -10,7 +10,8 @@ import pathlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxinfer.images.registry import find_source
+from jaxinfer.config.images import ImageConfig
+from jaxinfer.images.registry import source_of
 from jaxinfer.serve.api.auth import Authoriser
 from jaxinfer.serve.api.errors import unavailable
 from jaxinfer.serve.api.requests import ModelCard
@@ -19,7 +20,7 @@ from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Supervisor
 from jaxinfer.serve.frontend.frontend import Frontend
-from jaxinfer.serve.frontend.images import Images, media_limits
+from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.frontend.loras import LoRAs
 from jaxinfer.serve.frontend.parser_settings import model_parsers
 from jaxinfer.serve.grpc import oip
@@ -314,19 +315,20 @@ class Server:
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
         _log.info("serving %s", self._addresses)
 
-    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer) -> Images | None:
+    def _images(self, folder: pathlib.Path, card: ModelCard, tokenizer: Tokenizer | None) -> Images | None:
         """Return what reads the images of requests; None: the model reads text only.
 
         Raises:
             ValueError: a file of the processor is invalid.
         """
-        source, most, limits = find_source(folder), media_limits(card), self.config.limits
-        sizes = card.engine.get("encoder_sizes")
-        if source is None or most.get("image") == 0 or not sizes:
+        if not card.image_processor or tokenizer is None:
             return None
-        source = dataclasses.replace(source, rows=sizes[-1], tokens=card.max_model_len)
+        limits, rows = self.config.limits, card.engine["encoder_sizes"][-1]
+        source = source_of(folder, card.image_processor)
+        source = dataclasses.replace(source, rows=rows, tokens=card.max_model_len)
         domains, bounds = self.config.allowed_media_domains, FetchLimits(bytes=limits.image_bytes)
         media = MediaFetcher(domains, bounds) if domains else None
+        most = ImageConfig(limit_mm_per_prompt=card.engine.get("limit_mm_per_prompt", ())).mm_limits
         return Images(source, limits, tokenizer.token_to_id, most, card.max_model_len, media)
 
     def _adapters(self) -> LoRAs | None:

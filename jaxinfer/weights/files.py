@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.formats.multimodal import OTHER_TENSORS, OTHERS, is_wrapper, spelling, spellings, text_model
+from jaxinfer.formats.multimodal import (
+    OTHER_TENSORS,
+    OTHERS,
+    component,
+    is_wrapper,
+    spelling,
+    spellings,
+    text_model,
+)
 from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.formats import mlx, quantized_weights
 from jaxinfer.weights.formats.beside import PLACES, with_quantization
@@ -90,12 +98,14 @@ class ModelFiles:
         return any(self.path.glob("*.safetensors"))
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
+        """Return the specs with this checkpoint's tensors: its names (`spelled`), and its stacks of experts."""
+        return with_experts(self.spelled(specs, prefix), self.shapes)
+
+    def spelled(self, specs: ParamTree, prefix: str) -> ParamTree:
         """Return the specs with this checkpoint's tensor names (see `Family.prefix`)."""
-        shapes = self.shapes
         wanted = {source.name for _, spec in walk_specs(specs) for source in spec.sources}
-        spell = spelling(shapes, wanted, prefix, self.wrapped)
-        specs = with_names(specs, lambda name: self.renamed.get(spell(name), spell(name)))
-        return with_experts(specs, shapes)
+        spell = spelling(self.shapes, wanted, prefix, self.wrapped)
+        return with_names(specs, lambda name: self.renamed.get(spell(name), spell(name)))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -125,11 +135,13 @@ class ModelFiles:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of tensors of the wrapper around the model, by the first component of their names."""
-        if not self.wrapped:
-            return {}
-        names = (name.removeprefix("model.") for name in self.tensors.tensors)
-        return dict(Counter(first for name in names if (first := name.partition(".")[0]) in OTHERS))
+        """Number of tensors of the wrapper around the model (`outside`), by the first component of their names."""
+        return dict(Counter(map(component, self.outside)))
+
+    @property
+    def outside(self) -> list[str]:
+        """Names of the tensors of the wrapper around the text model."""
+        return [name for name in self.tensors.tensors if component(name) in OTHERS] if self.wrapped else []
 
     def stored(self, specs: ParamTree, dtype: str) -> ParamTree:
         """Return the specs (`named`) with quantised storages for the weights that are stored quantised.

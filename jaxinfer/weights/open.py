@@ -7,7 +7,8 @@ import functools
 import pathlib
 from collections.abc import Mapping
 
-from jaxinfer.types import ParamTree
+from jaxinfer.formats.multimodal import wrapped_name
+from jaxinfer.types import VISION, ParamTree
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.files import ModelFiles, open_files
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
@@ -16,6 +17,7 @@ from jaxinfer.weights.native.manifest import Manifest, is_converted, read_manife
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.checkpoint import Checkpoint, Tensors
+from jaxinfer.weights.tree import with_names
 
 
 def open_model_files(path: pathlib.Path) -> ModelFiles:
@@ -79,11 +81,12 @@ class ConvertedFiles(ModelFiles):
         Raises:
             CheckpointError: one of them is invalid, or they describe different models.
         """
-        config, manifest = open_files(path).config_json, read_manifest(path)
-        named = config.get("architectures")
+        files, manifest = open_files(path), read_manifest(path)
+        named = files.whole_json.get("architectures")
         if not isinstance(named, list) or manifest.architecture not in named:
             raise CheckpointError(f"{path} was converted as {quoted(manifest.architecture)}, config.json has another")
-        return cls(path, {**config, "dtype": manifest.dtype}, manifest)
+        config = {**files.config_json, "dtype": manifest.dtype}
+        return cls(path, config, manifest, wrapped=files.wrapped, whole_json=files.whole_json)
 
     @functools.cached_property
     def tensors(self) -> Tensors:
@@ -99,16 +102,34 @@ class ConvertedFiles(ModelFiles):
         """Whether some weights are stored quantised."""
         return bool(self.manifest.storages)
 
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Number of arrays of a vision tower."""
+        count = sum(map(_of_tower, self.manifest.arrays))
+        return {VISION: count} if count else {}
+
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
         """Return the specs unchanged."""
         del prefix
         return specs
+
+    def spelled(self, specs: ParamTree, prefix: str) -> ParamTree:
+        """Return the specs with the names that a checkpoint of the model would have."""
+        del prefix
+        return with_names(specs, wrapped_name) if self.wrapped else specs
 
     def stored(self, specs: ParamTree, dtype: str) -> ParamTree:
         """Return the specs with the quantised storages that the manifest describes."""
         return described(specs, self.manifest.storages, dtype)
 
     def checkpoint(self, specs: ParamTree) -> ConvertedCheckpoint:
-        """Return the source from which `load_params` restores the parameters."""
-        del specs
-        return ConvertedCheckpoint(self.path, self.manifest)
+        """Return the source from which `load_params` restores the parameters, with a vision tower or without."""
+        manifest = self.manifest
+        if VISION not in specs:
+            arrays = {name: array for name, array in manifest.arrays.items() if not _of_tower(name)}
+            manifest = dataclasses.replace(manifest, arrays=arrays)
+        return ConvertedCheckpoint(self.path, manifest)
+
+
+def _of_tower(name: str) -> bool:
+    return name.startswith(f"{VISION}/")

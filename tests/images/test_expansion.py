@@ -9,7 +9,8 @@ from PIL import Image
 from jaxinfer.images.expansion import expanded, for_vocabulary
 from jaxinfer.images.placed import place_images
 from jaxinfer.images.processor import ImageError
-from jaxinfer.images.registry import MAKERS, ProcessorSource
+from jaxinfer.images.registry import ProcessorSource
+from jaxinfer.models.vision.registry import VISION_FAMILIES
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput, PlacedImage
 from tests.images import test_clip, test_pixtral, test_qwen, test_siglip
@@ -71,7 +72,7 @@ def test_a_larger_image_is_made_smaller_where_there_are_several_sizes(architectu
     """An engine has no program for more rows."""
     vision = {"image_size": 1540, "patch_size": 14, "hidden_size": 64}
     config = {"architectures": [architecture], "vision_config": vision, "image_token_id": 10}
-    source = ProcessorSource(MAKERS[architecture], config, {})
+    source = ProcessorSource(VISION_FAMILIES[architecture].maker, config, {})
     large = Image.new("RGB", (1500, 900))
     assert source.processor().prepare(large).patches.shape[0] > rows
     made = dataclasses.replace(source, rows=rows).processor().prepare(large)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.images.registry import MAKERS, ProcessorSource
+from jaxinfer.images.registry import ProcessorSource
+from jaxinfer.models.vision.registry import VISION_FAMILIES
 
 FILES = pathlib.Path(__file__).parents[1] / "census" / "preprocessors.jsonl"
 ROWS = [json.loads(line) for line in FILES.read_text(encoding="utf-8").splitlines()]
@@ -22,7 +23,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 def test_a_file_is_read_or_refused_by_field(row: dict[str, Any]) -> None:
     architecture = row["architecture"]
     config = {"architectures": [architecture], "vision_config": TOWERS.get(architecture, {}), "image_token_id": 10}
-    source = ProcessorSource(MAKERS[architecture], config, {"preprocessor_config.json": row["config"]})
+    source = ProcessorSource(VISION_FAMILIES[architecture].maker, config, {"preprocessor_config.json": row["config"]})
     if "pixels" in row:
         assert list(source.processor().pixels) == row["pixels"]
         return

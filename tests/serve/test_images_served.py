@@ -53,8 +53,12 @@ def sent(media: Media) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Return the folder of a Qwen2-VL with a vocabulary of words."""
-    made = write_image_checkpoint(read_images(GOLDENS / "qwen2_vl"), tmp_path_factory.mktemp("models") / "tiny")
+    """Return the folder of a Qwen2-VL."""
+    return with_words(write_image_checkpoint(read_images(GOLDENS / "qwen2_vl"), tmp_path_factory.mktemp("m") / "tiny"))
+
+
+def with_words(made: pathlib.Path) -> pathlib.Path:
+    """Add a vocabulary of words, of which 62 is the placeholder of images, and a chat template to a folder."""
     named = {0: "<eos>", 60: "<start>", 61: "<end>", 62: "<image>", 63: "<video>"}
     words = {named.get(token, f"w{token}"): token for token in range(64)}
     library = Library(models.WordLevel(words, unk_token="w1"))

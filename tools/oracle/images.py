@@ -424,6 +424,7 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[ImageCase] = CA
     parser.add_argument("command", choices=("make", "check", "pictures"))
     parser.add_argument("path", type=pathlib.Path)
     parser.add_argument("--case", action="append", default=[])
+    parser.add_argument("--seed", type=int, help="seed of the weights, and the first that is tried for prompts")
     options = parser.parse_args(arguments)
     if options.command == "pictures":
         write_json(options.path, picture_digests())
@@ -432,7 +433,7 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[ImageCase] = CA
     for case in cases:
         if options.case and case.name not in options.case:
             continue
-        golden = make(case)
+        golden = make(case if options.seed is None else dataclasses.replace(case, seed=options.seed))
         if options.command == "make":
             golden.save(options.path)
             for name, scene in golden.scenes.items():

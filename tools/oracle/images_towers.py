@@ -1,7 +1,7 @@
 """Oracle of LLaVA, Gemma 3 and Mistral 3 with images: ``python -m tools.oracle.images_towers {make,check} FOLDER``.
 
-See `tools.oracle.images`. ``expansions FILE`` writes prompts before and after the processors of transformers replace
-their placeholders; ``digests FILE`` digests of the pixels of many pictures.
+See `tools.oracle.images`, whose cases are made and checked, too. ``expansions FILE`` writes prompts before and after
+the processors of transformers replace their placeholders; ``digests FILE`` digests of the pixels of many pictures.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tools.oracle.golden import write_json
+from tools.oracle.images import CASES as QWEN
 from tools.oracle.images import END, IMAGE, START, ImageCase, Pixels, Plan, _as_url, main
 from tools.oracle.pictures import FILES, HANDED
 
@@ -358,7 +359,7 @@ def run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in written:
         write_json(pathlib.Path(arguments[1]), written[arguments[0]]())
         return 0
-    return main(arguments, CASES)
+    return main(arguments, (*QWEN, *CASES))
 
 
 if __name__ == "__main__":

@@ -13,45 +13,38 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.images.clip import make
-from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.specs import layer_norm, matrix, plain, plain_mlp
+from jaxinfer.models.specs import layer_norm, matrix, plain
 from jaxinfer.models.vision.layers import replicated, within
 from jaxinfer.models.vision.tower import VisionFamily
 from jaxinfer.models.vision.vit import (
+    SQUARE_DEFAULTS,
+    SQUARE_PREFIX,
+    ProjectedConfig,
     SquareConfig,
     SquareTower,
     blocks,
     image_token,
-    layer_specs,
     layers_up_to,
-    patch_weight,
     projected,
+    projector,
+    projector_fields,
+    projector_specs,
     run,
     square_side,
+    square_specs,
     vision_reader,
     vit_fields,
 )
 from jaxinfer.types import ParamTree
 
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 32,
-    "hidden_act": "quick_gelu",
-}
+_DEFAULTS = {**SQUARE_DEFAULTS, "patch_size": 32, "hidden_act": "quick_gelu"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class ClipConfig(SquareConfig):
+class ClipConfig(SquareConfig, ProjectedConfig):
     """The tower and the projector of a checkpoint: see `VitConfig`."""
-
-    projector_activation: str
-    projector_bias: bool
 
     @staticmethod
     def from_json(config_json: Mapping[str, Any]) -> ClipConfig:
@@ -60,16 +53,15 @@ class ClipConfig(SquareConfig):
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read, outer = vision_reader(config_json, "clip_vision_model", _DEFAULTS), ConfigReader(config_json)
-        outer.choice("vision_feature_select_strategy", "default", ("default",))
+        read = vision_reader(config_json, "clip_vision_model", _DEFAULTS)
+        ConfigReader(config_json).choice("vision_feature_select_strategy", "default", ("default",))
         fields = vit_fields(read, config_json)
         return ClipConfig(
             **fields | {"depth": layers_up_to(config_json, fields["depth"], -2)},
             image_token=image_token(config_json, 32000),
             norm_eps=read.number("layer_norm_eps", 1e-5),
             side=square_side(read),
-            projector_activation=outer.choice("projector_hidden_act", "gelu", tuple(ACTIVATIONS)),
-            projector_bias=outer.flag("multimodal_projector_bias", True),
+            **projector_fields(config_json, bias=True),
         )
 
 
@@ -81,7 +73,7 @@ class ClipTower(SquareTower):
     def setup(self) -> None:
         self.pre_norm = LayerNorm(self.config.norm_eps)
         self.layers = blocks(self.config)
-        self.projector = MLP(self.config.projector_activation, self.config.projector_bias)
+        self.projector = projector(self.config)
 
     def __call__(self, patches: Float[Array, "rows values"], layout: Mapping[str, Array]) -> Float[Array, "rows width"]:
         x = projected(patches, self.weight("patch"))
@@ -93,17 +85,14 @@ class ClipTower(SquareTower):
 
 
 def param_specs(cfg: ClipConfig) -> ParamTree:
-    d, prefix = cfg.hidden_size, "vision_tower.vision_model"
-    layers = {f"layers_{i}": layer_specs(cfg, f"{prefix}.encoder.layers.{i}") for i in range(cfg.depth)}
-    linear = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+    d, prefix = cfg.hidden_size, SQUARE_PREFIX
     tree: dict[str, Any] = {
-        "patch": patch_weight(f"{prefix}.embeddings.patch_embedding.weight", cfg),
         "class": plain(f"{prefix}.embeddings.class_embedding", (d,), (None,)),
         "positions": matrix(f"{prefix}.embeddings.position_embedding.weight", (cfg.side**2 + 1, d), (None, None)),
         "pre_norm": layer_norm(f"{prefix}.pre_layrnorm", d),
-        "projector": plain_mlp(*linear, d, cfg.width, cfg.projector_bias, cfg.width),
+        "projector": projector_specs(cfg),
     }
-    return replicated({**tree, **layers})
+    return replicated({**tree, **square_specs(cfg)})
 
 
 LLAVA = VisionFamily(ClipConfig.from_json, param_specs, ClipTower, make)

@@ -13,21 +13,23 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.formats.multimodal import text_model
 from jaxinfer.images.pixtral import make
-from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.specs import attention, gated_mlp, matrix, plain_mlp, rms_norm
+from jaxinfer.models.specs import attention, gated_mlp, matrix, rms_norm
 from jaxinfer.models.vision.layers import replicated, within
 from jaxinfer.models.vision.tower import Grid, Tower, VisionFamily
 from jaxinfer.models.vision.vit import (
-    VitConfig,
+    ProjectedConfig,
     blocks,
     image_token,
     layers_up_to,
     patch_order,
     patch_weight,
     projected,
+    projector,
+    projector_fields,
+    projector_specs,
     run,
     segments,
     vision_reader,
@@ -47,7 +49,7 @@ _DEFAULTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class PixtralConfig(VitConfig):
+class PixtralConfig(ProjectedConfig):
     """The tower and the projector of a checkpoint: see `VitConfig`.
 
     Attributes:
@@ -57,8 +59,6 @@ class PixtralConfig(VitConfig):
 
     theta: float
     projector_eps: float
-    projector_activation: str
-    projector_bias: bool
 
     @staticmethod
     def from_json(config_json: Mapping[str, Any]) -> PixtralConfig:
@@ -79,8 +79,7 @@ class PixtralConfig(VitConfig):
             merged=outer.positive("spatial_merge_size", 2) ** 2,
             theta=_theta(read),
             projector_eps=text.number("rms_norm_eps", 1e-5),
-            projector_activation=outer.choice("projector_hidden_act", "gelu", tuple(ACTIVATIONS)),
-            projector_bias=outer.flag("multimodal_projector_bias", False),
+            **projector_fields(config_json, bias=False),
         )
 
 
@@ -104,7 +103,7 @@ class PixtralTower(Tower):
         self.pre_norm = RMSNorm(_EPS)
         self.layers = blocks(cfg, rms=True)
         self.norm = RMSNorm(cfg.projector_eps)
-        self.projector = MLP(cfg.projector_activation, cfg.projector_bias)
+        self.projector = projector(cfg)
 
     def layout(self, grid: Grid, rows: int) -> dict[str, np.ndarray]:
         at = patch_order(*grid[1:], math.isqrt(self.config.merged))
@@ -126,14 +125,13 @@ class PixtralTower(Tower):
 
 
 def param_specs(cfg: PixtralConfig) -> ParamTree:
-    d, projector = cfg.hidden_size, "multi_modal_projector"
-    linear = (f"{projector}.linear_1", f"{projector}.linear_2")
+    d, prefix = cfg.hidden_size, "multi_modal_projector"
     tree: dict[str, Any] = {
         "patch": patch_weight("vision_tower.patch_conv.weight", cfg),
         "pre_norm": rms_norm("vision_tower.ln_pre", d),
-        "norm": rms_norm(f"{projector}.norm", d),
-        "merge": matrix(f"{projector}.patch_merger.merging_layer.weight", (d, cfg.merged * d), (None, None)),
-        "projector": plain_mlp(*linear, d, cfg.width, cfg.projector_bias, cfg.width),
+        "norm": rms_norm(f"{prefix}.norm", d),
+        "merge": matrix(f"{prefix}.patch_merger.merging_layer.weight", (d, cfg.merged * d), (None, None)),
+        "projector": projector_specs(cfg),
     }
     layers = {f"layers_{i}": _layer(cfg, f"vision_tower.transformer.layers.{i}") for i in range(cfg.depth)}
     return replicated({**tree, **layers})

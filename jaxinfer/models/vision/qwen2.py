@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.images.qwen import QwenProcessor, make
+from jaxinfer.images.qwen import make
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigError, ConfigReader, shown
+from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.specs import gated_mlp, layer_norm, linear, matrix, plain, plain_mlp, rms_norm
 from jaxinfer.models.vision.layers import PADDING, TowerBlock, replicated, within
-from jaxinfer.models.vision.tower import Grid, PlaceAxes, Tower, VisionFamily
+from jaxinfer.models.vision.tower import Grid, PlaceAxes, Tower, VisionFamily, vision_config
 from jaxinfer.quant import matmul_transposed, plus_bias
 from jaxinfer.types import ImageInput, ParamSpec, ParamTree, PlacedImage, Source
 
@@ -121,14 +121,6 @@ def layer_list(read: ConfigReader, name: str, default: tuple[int, ...]) -> tuple
     good = isinstance(found, list | tuple) and all(type(each) is int and 0 <= each < depth for each in found)
     read.require(good and len(set(found)) == len(found), name, f"must be different layers from 0 to {depth - 1}")
     return tuple(found)
-
-
-def vision_config(config_json: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
-    """Return the reader of the ``vision_config``."""
-    found = config_json.get("vision_config")
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: vision_config = {shown(found)} must be an object")
-    return ConfigReader(found, defaults)
 
 
 def _qwen2_config(config_json: Mapping[str, Any]) -> QwenTowerConfig:
@@ -345,21 +337,5 @@ def _param_specs(cfg: QwenTowerConfig) -> ParamTree:
     return replicated(tree)
 
 
-def qwen_family(
-    config: Callable[[Mapping[str, Any]], QwenTowerConfig],
-    param_specs: Callable[[QwenTowerConfig], ParamTree],
-    module: Callable[[QwenTowerConfig], Tower],
-) -> VisionFamily:
-    """Return one of Qwen's families."""
-    return VisionFamily(config, param_specs, module, _processor, place_axes)
-
-
-def _processor(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> QwenProcessor:
-    try:
-        return make(config_json, files)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-QWEN2_VL = qwen_family(_qwen2_config, _param_specs, QwenTower)
-QWEN2_5_VL = qwen_family(_qwen2_5_config, _param_specs, QwenTower)
+QWEN2_VL = VisionFamily(_qwen2_config, _param_specs, QwenTower, make, place_axes)
+QWEN2_5_VL = VisionFamily(_qwen2_5_config, _param_specs, QwenTower, make, place_axes)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.images.qwen import make
 from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.specs import layer_norm, plain, plain_mlp
 from jaxinfer.models.vision.layers import replicated
@@ -22,11 +23,10 @@ from jaxinfer.models.vision.qwen2 import (
     merger_specs,
     patch_places,
     patch_specs,
-    qwen_family,
+    place_axes,
     tower_fields,
-    vision_config,
 )
-from jaxinfer.models.vision.tower import Grid
+from jaxinfer.models.vision.tower import Grid, VisionFamily, vision_config
 from jaxinfer.types import ParamTree
 
 _DEFAULTS = {
@@ -107,5 +107,5 @@ def _merger(cfg: QwenTowerConfig, prefix: str, size: int) -> dict[str, Any]:
     return merger_specs(layer_norm(f"{prefix}.norm", size), f"{prefix}.linear_fc1", f"{prefix}.linear_fc2", cfg)
 
 
-QWEN3_VL = qwen_family(_qwen3_config, _param_specs, Qwen3Tower)
-QWEN3_5 = qwen_family(_qwen3_5_config, _param_specs, Qwen3Tower)
+QWEN3_VL = VisionFamily(_qwen3_config, _param_specs, Qwen3Tower, make, place_axes)
+QWEN3_5 = VisionFamily(_qwen3_5_config, _param_specs, Qwen3Tower, make, place_axes)

@@ -21,31 +21,24 @@ from jaxinfer.models.specs import layer_norm, plain, rms_norm
 from jaxinfer.models.vision.layers import replicated, within
 from jaxinfer.models.vision.tower import VisionFamily
 from jaxinfer.models.vision.vit import (
+    SQUARE_DEFAULTS,
+    SQUARE_PREFIX,
     SquareConfig,
     SquareTower,
     blocks,
     image_token,
-    layer_specs,
     patch_order,
-    patch_weight,
     projected,
     run,
     square_side,
+    square_specs,
     vision_reader,
     vit_fields,
 )
 from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import ParamTree
 
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-}
+_DEFAULTS = {**SQUARE_DEFAULTS, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh"}
 _OFFSET = 1.0
 
 
@@ -98,17 +91,15 @@ class SiglipTower(SquareTower):
 
 
 def param_specs(cfg: SiglipConfig) -> ParamTree:
-    d, prefix = cfg.hidden_size, "vision_tower.vision_model"
-    layers = {f"layers_{i}": layer_specs(cfg, f"{prefix}.encoder.layers.{i}") for i in range(cfg.depth)}
+    d, prefix = cfg.hidden_size, SQUARE_PREFIX
     tree: dict[str, Any] = {
-        "patch": patch_weight(f"{prefix}.embeddings.patch_embedding.weight", cfg),
         "patch_bias": plain(f"{prefix}.embeddings.patch_embedding.bias", (d,), (None,), "zeros"),
         "positions": plain(f"{prefix}.embeddings.position_embedding.weight", (cfg.side**2, d), (None, None)),
         "post_norm": layer_norm(f"{prefix}.post_layernorm", d),
         "soft_norm": rms_norm("multi_modal_projector.mm_soft_emb_norm", d, "zeros"),
         "project": plain("multi_modal_projector.mm_input_projection_weight", (d, cfg.width), (None, None)),
     }
-    return replicated({**tree, **layers})
+    return replicated({**tree, **square_specs(cfg)})
 
 
 GEMMA3 = VisionFamily(SiglipConfig.from_json, param_specs, SiglipTower, make)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from jaxinfer.layers.attention import Attend, causal_attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.rope import AxisPositions
+from jaxinfer.models.config import ConfigError, ConfigReader, shown
 from jaxinfer.types import ImageInput, ParamTree, PlacedImage
 
 Grid = tuple[int, int, int]
@@ -52,6 +54,14 @@ class TowerConfig(Protocol):
     def bidirectional(self) -> bool: ...
 
 
+def vision_config(config_json: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
+    """Return the reader of the ``vision_config``."""
+    found = config_json.get("vision_config")
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json: vision_config = {shown(found)} must be an object")
+    return ConfigReader(found, defaults)
+
+
 class Tower(Layer):
     """A vision tower with its projector, as a pure function of its parameters."""
 
@@ -78,7 +88,7 @@ class VisionFamily:
     Attributes:
         config: reads the whole config.json of the checkpoint.
         processor: makes the image processor from config.json and the JSON files of the folder that describe it
-            (`jaxinfer.images.processor.PROCESSOR_FILES`), by name.
+            (`jaxinfer.images.processor.PROCESSOR_FILES`), by name. A server's processes import it from its module.
         axes: rotary positions on three axes of a prompt with images; None: positions are those of text.
     """
 
@@ -87,6 +97,18 @@ class VisionFamily:
     module: Callable[[Any], Tower]
     processor: Callable[[Mapping[str, Any], Mapping[str, Mapping[str, Any]]], Processor]
     axes: Callable[[Any], PlaceAxes] | None = None
+
+    @property
+    def maker(self) -> str:
+        """The name of ``processor``, ``module:function``.
+
+        Raises:
+            ConfigError: it is no function of a module.
+        """
+        module, name = self.processor.__module__, self.processor.__qualname__
+        if getattr(sys.modules.get(module), name, None) is not self.processor:
+            raise ConfigError(f"processor = {module}:{name} of the model's family must be a function of a module")
+        return f"{module}:{name}"
 
 
 @dataclasses.dataclass(frozen=True)

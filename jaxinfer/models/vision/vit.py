@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.formats.multimodal import text_model
-from jaxinfer.layers.mlp import ACTIVATIONS
-from jaxinfer.models.config import ConfigError, ConfigReader, shown
+from jaxinfer.layers.mlp import ACTIVATIONS, MLP
+from jaxinfer.models.config import ConfigReader
 from jaxinfer.models.specs import attention, layer_norm, plain_mlp
 from jaxinfer.models.vision.layers import PADDING, TowerBlock
-from jaxinfer.models.vision.tower import Grid, Tower
+from jaxinfer.models.vision.tower import Grid, Tower, vision_config
 from jaxinfer.quant import matmul_transposed
 from jaxinfer.types import ParamSpec, Source
 
@@ -63,16 +63,34 @@ class SquareConfig(VitConfig):
     side: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ProjectedConfig(VitConfig):
+    """The config of a tower whose projector is an MLP."""
+
+    projector_activation: str
+    projector_bias: bool
+
+
+SQUARE_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+}
+"""Fields that a ``vision_config`` of CLIP or SigLIP may lack."""
+
+SQUARE_PREFIX = "vision_tower.vision_model"
+"""Prefix of the tensors of CLIP and SigLIP."""
+
+
 def vision_reader(config_json: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> ConfigReader:
     """Return a reader of ``vision_config``.
 
     Raises:
         ConfigError: it is no object, or its model type is not ``kind``.
     """
-    found = config_json.get("vision_config")
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: vision_config = {shown(found)} must be an object")
-    read = ConfigReader(found, defaults)
+    read = vision_config(config_json, defaults)
     read.choice("model_type", kind, (kind,))
     return read
 
@@ -123,14 +141,38 @@ def layers_up_to(config_json: Mapping[str, Any], depth: int, default: int) -> in
     return int(layer) if layer >= 0 else depth + 1 + int(layer)
 
 
+def projector_fields(config_json: Mapping[str, Any], bias: bool) -> dict[str, Any]:
+    """Read the fields of `ProjectedConfig`; ``bias``: the default of ``projector_bias``."""
+    read = ConfigReader(config_json)
+    return {
+        "projector_activation": read.choice("projector_hidden_act", "gelu", tuple(ACTIVATIONS)),
+        "projector_bias": read.flag("multimodal_projector_bias", bias),
+    }
+
+
+def projector(cfg: ProjectedConfig) -> MLP:
+    return MLP(cfg.projector_activation, cfg.projector_bias)
+
+
+def projector_specs(cfg: ProjectedConfig) -> dict[str, Any]:
+    """Return the parameters of a `projector`."""
+    names = ("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+    return plain_mlp(*names, cfg.hidden_size, cfg.width, cfg.projector_bias, cfg.width)
+
+
 def patch_weight(name: str, cfg: VitConfig) -> ParamSpec:
     """Return the spec of the projection of patches [d, values], a convolution in the checkpoint."""
     source = Source(name, (cfg.hidden_size, 3, cfg.patch, cfg.patch), reshape=(cfg.hidden_size, cfg.values))
     return ParamSpec((cfg.hidden_size, cfg.values), (None, None), sources=(source,))
 
 
-def layer_specs(cfg: VitConfig, prefix: str) -> dict[str, Any]:
-    """Return the parameters of a layer of CLIP or SigLIP."""
+def square_specs(cfg: SquareConfig) -> dict[str, Any]:
+    """Return the parameters that CLIP and SigLIP have in common: the projection of patches, and the layers."""
+    layers = {f"layers_{i}": _layer_specs(cfg, f"{SQUARE_PREFIX}.encoder.layers.{i}") for i in range(cfg.depth)}
+    return {"patch": patch_weight(f"{SQUARE_PREFIX}.embeddings.patch_embedding.weight", cfg), **layers}
+
+
+def _layer_specs(cfg: VitConfig, prefix: str) -> dict[str, Any]:
     d = cfg.hidden_size
     return {
         "attention_norm": layer_norm(f"{prefix}.layer_norm1", d),

@@ -72,14 +72,17 @@ def tensors_of(module: str, made: Made | MadeCodebook, stored: Stored) -> Tensor
     return FORMATS[stored.format].tensors(module, made, stored)
 
 
-def config_of(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
+def config_of(
+    stored: Stored, dense: Sequence[str], inside: Sequence[str], towers: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the ``quantization_config`` of config.json.
 
     Args:
         dense: linear modules that stay unquantized.
         inside: names, within a block, of the quantised modules.
+        towers: components of the model of which nothing is quantised.
     """
-    return FORMATS[stored.format].config(stored, dense, inside)
+    return FORMATS[stored.format].config(stored, dense, inside, towers)
 
 
 def _unsigned(codes: Any, bits: int) -> np.ndarray:
@@ -133,7 +136,9 @@ def _mxfp4(module: str, made: MadeCodebook) -> Tensors:
     return {f"{module}.weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, f"{module}.weight_scale": scales}
 
 
-def _compressed_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
+def _compressed_config(
+    stored: Stored, dense: Sequence[str], inside: Sequence[str], towers: Sequence[str]
+) -> dict[str, Any]:
     del inside
     form = _compressed_form(stored)
     strategy = "group" if stored.group else "block" if stored.blocks else "channel"
@@ -155,7 +160,7 @@ def _compressed_config(stored: Stored, dense: Sequence[str], inside: Sequence[st
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "output_activations": None}},
-        "ignore": ["lm_head", *dense],
+        "ignore": ["lm_head", *dense, *(rf"re:.*{name}\..*" for name in towers)],
         "kv_cache_scheme": None,
     }
 
@@ -205,8 +210,8 @@ def _less_one(zeros: np.ndarray, bits: int) -> np.ndarray:
     return (packed(zeros, bits).view(np.uint32) - each).view(np.int32)
 
 
-def _gptq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
-    config = {
+def _gptq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str], towers: Sequence[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {
         "quant_method": "gptq",
         "checkpoint_format": "gptq",
         "bits": stored.bits,
@@ -216,7 +221,8 @@ def _gptq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) ->
         "pack_dtype": "int32",
         "lm_head": False,
     }
-    return {**config, "modules_in_block_to_quantize": [list(inside)]} if dense else config
+    config |= {"modules_in_block_to_quantize": [list(inside)]} if dense else {}
+    return config | ({"dynamic": {rf"-:.*{name}\..*": {} for name in towers}} if towers else {})
 
 
 def _awq(module: str, made: Made | MadeCodebook, stored: Stored) -> Tensors:
@@ -238,7 +244,7 @@ def _by_outputs(fields: np.ndarray) -> np.ndarray:
     return packed(turned.reshape(fields.shape), 4)
 
 
-def _awq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
+def _awq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str], towers: Sequence[str]) -> dict[str, Any]:
     del inside
     return {
         "quant_method": "awq",
@@ -246,7 +252,7 @@ def _awq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> 
         "bits": stored.bits,
         "group_size": stored.group or -1,
         "zero_point": True,
-        "modules_to_not_convert": ["lm_head", *dense],
+        "modules_to_not_convert": ["lm_head", *dense, *towers],
     }
 
 
@@ -280,7 +286,9 @@ def _of_blocks(part: Any, size: int, group: int, block: int) -> np.ndarray:
     return np.asarray(part).reshape(-1)[np.arange(0, size, block) // group]
 
 
-def _bitsandbytes_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:
+def _bitsandbytes_config(
+    stored: Stored, dense: Sequence[str], inside: Sequence[str], towers: Sequence[str]
+) -> dict[str, Any]:
     del inside
     return {
         "quant_method": "bitsandbytes",
@@ -290,7 +298,7 @@ def _bitsandbytes_config(stored: Stored, dense: Sequence[str], inside: Sequence[
         "bnb_4bit_use_double_quant": stored.nested,
         "bnb_4bit_compute_dtype": stored.dtype,
         "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": ["lm_head", *dense],
+        "llm_int8_skip_modules": ["lm_head", *dense, *towers],
     }
 
 
@@ -299,7 +307,7 @@ class Format:
     """A format: functions that build its tensors and its ``quantization_config``."""
 
     tensors: Callable[[str, Made | MadeCodebook, Stored], Tensors]
-    config: Callable[[Stored, Sequence[str], Sequence[str]], dict[str, Any]]
+    config: Callable[[Stored, Sequence[str], Sequence[str], Sequence[str]], dict[str, Any]]
 
 
 FORMATS: Mapping[str, Format] = MappingProxyType(

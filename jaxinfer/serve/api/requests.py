@@ -141,6 +141,7 @@ class ModelCard:
         defaults: sampling parameters that generation_config.json recommends.
         engine: resolved engine settings by name.
         created: start time of the server, seconds since 1970.
+        image_processor: ``module:function`` that makes the image processor; "": images are not served.
     """
 
     name: str
@@ -152,3 +153,4 @@ class ModelCard:
     defaults: Mapping[str, Any]
     engine: Mapping[str, Any]
     created: int
+    image_processor: str = ""

@@ -105,6 +105,7 @@ def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folde
         defaults=recommended_sampling(model.generation_config),
         engine=dataclasses.asdict(config),
         created=int(time.time()),
+        image_processor=model.vision.family.maker if model.vision is not None and config.images is not None else "",
     )
 
 

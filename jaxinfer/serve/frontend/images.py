@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.config.images import KINDS, ImageConfig
+from jaxinfer.config.images import KINDS
 from jaxinfer.images.expansion import for_vocabulary, pieces_of, reads_videos, stamped
 from jaxinfer.images.placed import place_images
 from jaxinfer.images.processor import ImageError, options_for
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.images.source import is_data_url
 from jaxinfer.sampling_params import RequestError, check_prompt_length
-from jaxinfer.serve.api.requests import ModelCard, ServeLimits
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.frontend.chat.messages import by_place
 from jaxinfer.serve.runtime.fetch import MediaFetcher
 from jaxinfer.serve.workers.tasks import ImagePreparer
@@ -158,9 +158,9 @@ class Images:
 
     async def _read(self, field: str, source: str | bytes, tenant: str) -> str | bytes:
         """Return a data URL or bytes as they are, and what another URL has."""
-        return (
-            source if isinstance(source, bytes) or is_data_url(source) else await self._fetched(field, source, tenant)
-        )
+        if isinstance(source, bytes) or is_data_url(source):
+            return source
+        return await self._fetched(field, source, tenant)
 
     async def _fetched(self, field: str, url: str, tenant: str) -> bytes:
         if self._media is None:
@@ -221,13 +221,6 @@ def named_images(images: Sequence[GivenImage]) -> Iterator[None]:
             raise
         with by_place():
             raise RequestError(images[int(found[1])].field, error.reason) from error
-
-
-def media_limits(card: ModelCard) -> Mapping[str, int]:
-    """Return the limits on images and videos of a prompt; no images: the engine serves text alone."""
-    if card.engine.get("images") is None:
-        return dict.fromkeys(KINDS, 0)
-    return ImageConfig(limit_mm_per_prompt=card.engine.get("limit_mm_per_prompt", ())).mm_limits
 
 
 class KeptMedia:

@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from jaxinfer.config import EngineConfig, EngineConfigError, resolve
 from jaxinfer.config.images import ImageNeeds
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import CacheSpec, ImageInput, LayerSpec, PlacedImage, Request
+from jaxinfer.types import CacheSpec, ImageInput, LayerSpec, PlacedImage, Request, StateSpec
 from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, chunks, make_loop, make_request
 from tests.engine.scheduling.test_scheduler_machine import (
     LENGTH,
@@ -137,8 +137,8 @@ def test_a_video_is_encoded_frame_by_frame():
 # ---- settings
 
 
-def resolved(needs: ImageNeeds | None = NEEDS, **changes: Any) -> Any:
-    cache = CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8)
+def resolved(needs: ImageNeeds | None = NEEDS, layer: LayerSpec | None = None, **changes: Any) -> Any:
+    cache = CacheSpec((layer or LayerSpec(),), kv_heads=1, head_dim=8)
     return resolve(EngineConfig(**changes), cache, max_position=4096, itemsize=4, images=needs)
 
 
@@ -173,9 +173,29 @@ def test_settings_of_images_are_refused_without_a_tower():
         resolved(None, encoder_sizes=(256,))
 
 
-def test_an_image_that_no_chunk_holds_is_refused_where_none_may_be_split():
-    with pytest.raises(EngineConfigError, match="prefill_sizes"):
-        resolved(ImageNeeds((1,), 1, 12, 512, 512, both_ways=True), prefill_sizes=(64, 256))
+BOTH_WAYS_REFUSED: dict[str, dict[str, Any]] = {
+    "prefill_sizes": {"needs": ImageNeeds((1,), 1, 12, 512, 512, both_ways=True), "prefill_sizes": (64, 256)},
+    "attention_backend = mosaic": {"attention_backend": "mosaic"},
+    "limit_mm_per_prompt": {"layer": LayerSpec(latent_rank=6)},
+    "limit_mm_per_prompt .* states": {"layer": LayerSpec(states=(StateSpec((2,)),))},
+}
+
+
+@pytest.mark.parametrize("what", BOTH_WAYS_REFUSED)
+def test_what_excludes_attention_in_both_directions_is_refused_by_name(what):
+    given = BOTH_WAYS_REFUSED[what]
+    with pytest.raises(EngineConfigError, match=what):
+        resolved(**{"needs": BOTH_WAYS, **given})
+    changes = {name: value for name, value in given.items() if name != "needs"}
+    assert resolved(NEEDS, **changes).images == NEEDS
+    assert resolved(BOTH_WAYS, limit_mm_per_prompt=("image=0",), **changes).images is None
+
+
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_attention_in_both_directions_is_served_by_xla(backend, kv_cache_dtype):
+    found = resolved(BOTH_WAYS, attention_backend=backend, kv_cache_dtype=kv_cache_dtype)
+    assert found.images.both_ways
 
 
 def test_the_limit_takes_the_forms_of_vllm():

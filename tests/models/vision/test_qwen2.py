@@ -160,7 +160,7 @@ def test_a_config_without_a_tower_is_refused_by_name() -> None:
 
 
 def test_a_processor_of_other_patches_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="patch_size = 14"):
+    with pytest.raises(ValueError, match="patch_size = 14"):
         QWEN2_VL.processor(CONFIGS["qwen2_vl"], {"preprocessor_config.json": {"patch_size": 14}})
 
 
