@@ -17,12 +17,14 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import MLP, GatedMLP
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, map_specs
+from pallas_kernels.choice import lowering_target
 
 PADDING = -1
 """Segment of rows that pad an image to the rows of a program."""
 
-_WHOLE = 1024
-"""Most rows whose scores are computed at once; more are computed in blocks of queries, to bound the memory."""
+_WHOLE, _WHOLE_CPU = 1024, 512
+"""Most rows whose scores are computed at once; more are computed in blocks of queries, to bound the memory, and for the
+caches of a CPU."""
 _BLOCK = 256
 
 
@@ -33,6 +35,11 @@ def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
         segments: consecutive rows have the same number; `PADDING`: rows that are no part of the image.
         reach: the most rows of a segment, where few are: each block of queries scores only the keys near it.
     """
+
+    def head(q: Any, k: Any, v: Any, scale: float) -> Array:
+        if q.shape[0] <= (_WHOLE_CPU if _on_cpu() else _WHOLE):
+            return _scored(q, k, v, segments, segments, scale)
+        return _by_block(q, k, v, segments, scale, reach)
 
     def attend(
         q: Float[Array, "rows heads head_dim"],
@@ -46,11 +53,15 @@ def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
     ) -> tuple[Float[Array, "rows heads head_dim"], Any]:
         assert k is not None
         assert v is not None
-        if q.shape[0] <= _WHOLE:
-            return _scored(q, k, v, segments, segments, scale), cache
-        return _by_block(q, k, v, segments, scale, reach), cache
+        # Heads first: XLA on a CPU would transpose the operands of each block's products.
+        by_head = (jnp.swapaxes(x, 0, 1) for x in (q, k, v))
+        return jnp.swapaxes(jax.vmap(functools.partial(head, scale=scale))(*by_head), 0, 1), cache
 
     return attend
+
+
+def _on_cpu() -> bool:
+    return lowering_target().platform == "cpu"
 
 
 def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: int | None) -> Array:
@@ -77,18 +88,24 @@ def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: in
 
 
 def _scored(
-    q: Float[Array, "queries heads head_dim"],
-    k: Float[Array, "keys heads head_dim"],
-    v: Float[Array, "keys heads head_dim"],
+    q: Float[Array, "queries head_dim"],
+    k: Float[Array, "keys head_dim"],
+    v: Float[Array, "keys head_dim"],
     of_query: Int[Array, " queries"],
     of_key: Int[Array, " keys"],
     scale: float,
-) -> Float[Array, "queries heads head_dim"]:
+) -> Float[Array, "queries head_dim"]:
+    """Attend with one head."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
-    scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32, precision=precision) * scale
-    same = of_query[:, None] == of_key[None, :]
-    weights = jax.nn.softmax(jnp.where(same, scores, jnp.finfo(scores.dtype).min), axis=-1)
-    return jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v, precision=precision)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = product("qd,kd->qk", q, k) * scale
+    scores = jnp.where(of_query[:, None] == of_key[None, :], scores, jnp.finfo(scores.dtype).min)
+    if not _on_cpu():
+        return jnp.einsum("qk,kd->qd", jax.nn.softmax(scores).astype(v.dtype), v, precision=precision)
+    # XLA on a CPU adds up a row one number after another: the normaliser is one more column of the product.
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True))).astype(v.dtype)
+    sums = product("qk,kd->qd", weights, jnp.concatenate([v, jnp.ones_like(v[:, :1])], axis=1))
+    return (sums[:, :-1] / sums[:, -1:]).astype(v.dtype)
 
 
 class TowerBlock(Layer):
