@@ -25,7 +25,8 @@ PADDING = -1
 _WHOLE, _WHOLE_CPU = 1024, 512
 """Most rows whose scores are computed at once; more are computed in blocks of queries, to bound the memory, and for the
 caches of a CPU."""
-_BLOCK = 256
+_BLOCK, _MULTIPLE = 256, 8
+"""Most queries of a block, and what their number is a multiple of."""
 
 
 def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
@@ -66,24 +67,26 @@ def _on_cpu() -> bool:
 
 def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: int | None) -> Array:
     """Compute blocks of queries one after another, or at once with only the keys within ``reach`` of the block."""
-    rows, margin = q.shape[0], reach or 0
+    rows = q.shape[0]
     blocks = math.ceil(rows / _BLOCK)
-    excess = blocks * _BLOCK - rows
+    size = math.ceil(rows / blocks / _MULTIPLE) * _MULTIPLE
+    excess = blocks * size - rows
 
     def padded(x: Array, margin: int, value: int = 0) -> Array:
         return jnp.pad(x, [(margin, margin + excess), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
 
-    queries = padded(q, 0), padded(segments, 0, PADDING)
-    keys = padded(k, margin), padded(v, margin), padded(segments, margin, PADDING)
+    queries, keys = (padded(q, 0), padded(segments, 0, PADDING)), [k, v, segments]
+    if reach is not None:
+        keys = [padded(k, reach), padded(v, reach), padded(segments, reach, PADDING)]
 
     def block(first: Array) -> Array:
-        own, of_query = (lax.dynamic_slice_in_dim(x, first, _BLOCK) for x in queries)
-        seen = keys if reach is None else [lax.dynamic_slice_in_dim(x, first, _BLOCK + 2 * margin) for x in keys]
+        own, of_query = (lax.dynamic_slice_in_dim(x, first, size) for x in queries)
+        seen = keys if reach is None else [lax.dynamic_slice_in_dim(x, first, size + 2 * reach) for x in keys]
         return _scored(own, seen[0], seen[1], of_query, seen[2], scale)
 
     # The few keys of windows are scored at once: a loop is some launches a block, and a copy that the host waits for.
     each = functools.partial(lax.map, block) if reach is None else jax.vmap(block)
-    found = each(jnp.arange(blocks) * _BLOCK)
+    found = each(jnp.arange(blocks) * size)
     return found.reshape(-1, *q.shape[1:])[:rows]
 
 
