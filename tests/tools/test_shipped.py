@@ -90,7 +90,7 @@ def test_a_vision_model_of_few_layers_keeps_the_last_ones_of_its_tower():
 
 def test_images_are_planned_for():
     planned = plan(Work("Qwen2.5-VL-7B", 64, layers=3), 0, jax.devices()[:1])
-    assert planned.engine.encoder_sizes == (256, 1024, 4096, 16384)
+    assert planned.engine.encoder_sizes == (256, 512, 1024, 2048, 4096, 8192, 16384)
     assert planned.needs.images == 2 * planned.engine.encoder_cache_size * 3584
     assert planned.needs.weights == planned.should.weights
     assert planned.should.gemms("decode") == ((4,) * 3, 1)  # the tower is no part of it
