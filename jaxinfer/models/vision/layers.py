@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,10 +38,10 @@ def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
         reach: the most rows of a segment, where few are: each block of queries scores only the keys near it.
     """
 
-    def head(q: Any, k: Any, v: Any, scale: float) -> Array:
+    def mixed(q: Array, k: Array, v: Array, scored: Callable[..., Array]) -> Array:
         if q.shape[0] <= (_WHOLE_CPU if _on_cpu() else _WHOLE):
-            return _scored(q, k, v, segments, segments, scale)
-        return _by_block(q, k, v, segments, scale, reach)
+            return scored(q, k, v, segments, segments)
+        return _by_block(q, k, v, segments, scored, reach)
 
     def attend(
         q: Float[Array, "rows heads head_dim"],
@@ -54,9 +55,12 @@ def within(segments: Int[Array, " rows"], reach: int | None = None) -> Attend:
     ) -> tuple[Float[Array, "rows heads head_dim"], Any]:
         assert k is not None
         assert v is not None
-        # Heads first: XLA on a CPU would transpose the operands of each block's products.
+        scored = functools.partial(_scored, scale=scale)
+        if not _on_cpu():
+            return mixed(q, k, v, jax.vmap(scored, (1, 1, 1, None, None), 1)), cache
+        # XLA would transpose the operands of each block's products.
         by_head = (jnp.swapaxes(x, 0, 1) for x in (q, k, v))
-        return jnp.swapaxes(jax.vmap(functools.partial(head, scale=scale))(*by_head), 0, 1), cache
+        return jnp.swapaxes(jax.vmap(functools.partial(mixed, scored=scored))(*by_head), 0, 1), cache
 
     return attend
 
@@ -65,7 +69,7 @@ def _on_cpu() -> bool:
     return lowering_target().platform == "cpu"
 
 
-def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: int | None) -> Array:
+def _by_block(q: Array, k: Array, v: Array, segments: Array, scored: Callable[..., Array], reach: int | None) -> Array:
     """Compute blocks of queries one after another, or at once with only the keys within ``reach`` of the block."""
     rows = q.shape[0]
     blocks = math.ceil(rows / _BLOCK)
@@ -82,7 +86,7 @@ def _by_block(q: Array, k: Any, v: Any, segments: Array, scale: float, reach: in
     def block(first: Array) -> Array:
         own, of_query = (lax.dynamic_slice_in_dim(x, first, size) for x in queries)
         seen = keys if reach is None else [lax.dynamic_slice_in_dim(x, first, size + 2 * reach) for x in keys]
-        return _scored(own, seen[0], seen[1], of_query, seen[2], scale)
+        return scored(own, seen[0], seen[1], of_query, seen[2])
 
     # The few keys of windows are scored at once: a loop is some launches a block, and a copy that the host waits for.
     each = functools.partial(lax.map, block) if reach is None else jax.vmap(block)
@@ -104,8 +108,10 @@ def _scored(
     scores = product("qd,kd->qk", q, k) * scale
     scores = jnp.where(of_query[:, None] == of_key[None, :], scores, jnp.finfo(scores.dtype).min)
     if not _on_cpu():
-        return jnp.einsum("qk,kd->qd", jax.nn.softmax(scores).astype(v.dtype), v, precision=precision)
-    # XLA on a CPU adds up a row one number after another: the normaliser is one more column of the product.
+        weights = jax.nn.softmax(scores).astype(v.dtype)
+        # In this order, or the transposition to rows of heads is a kernel.
+        return jnp.einsum("kd,qk->dq", v, weights, precision=precision).T
+    # The normaliser is one more column of the product: so the weights have one use, and XLA fuses all but the scores.
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True))).astype(v.dtype)
     sums = product("qk,kd->qd", weights, jnp.concatenate([v, jnp.ones_like(v[:, :1])], axis=1))
     return (sums[:, :-1] / sums[:, -1:]).astype(v.dtype)
