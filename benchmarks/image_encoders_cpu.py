@@ -1,6 +1,7 @@
 """Encoding of images on a CPU: jaxinfer's tower and that of transformers, in turns, on the same shapes.
 
     python benchmarks/image_encoders_cpu.py --oracle-python .venv-oracle/bin/python
+    python benchmarks/image_encoders_cpu.py --towers tiny --sizes "616 x 896"
 
 See docs/benchmarks.md. Only the tower is measured: pixels are resized and normalised already.
 """
@@ -24,13 +25,15 @@ PEERS = {"ours": "image_encoders.jax_peer", "torch": "image_encoders.torch_peer"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark. Returns 0, or 2 with a message when it cannot measure."""
     options = parse(arguments)
-    cells = [(tower, size, dtype) for tower in TOWERS for size in GRIDS for dtype in options.dtypes]
+    cells = [(tower, size, dtype) for tower in options.towers for size in options.sizes for dtype in options.dtypes]
     return compare("image-encoders", PEERS, options, lambda peers: [measure(peers, *cell, options) for cell in cells])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, 1.0, "image-encoders")
+    parser.add_argument("--towers", nargs="+", choices=TOWERS, default=list(TOWERS), help="default: all")
+    parser.add_argument("--sizes", nargs="+", choices=GRIDS, default=list(GRIDS), help="of images (default: all)")
     return parser.parse_args(arguments)
 
 

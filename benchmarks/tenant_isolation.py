@@ -18,13 +18,9 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import random
-import re
-import signal
 import string
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,12 +30,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import grpc
 
+from benchmarks.serving.started import started
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.api.auth import key_entry, new_key
 from jaxinfer.serve.api.tenants import SHARING, TENANT
 
-_START_SECONDS = 600.0
 _ENGINE = ("--max-num-seqs", "4", "--max-model-len", "1024", "--page-size", "16", "--prefill-sizes", "64", "256")
 
 
@@ -179,36 +175,12 @@ def table(result: Mapping[str, object]) -> str:
 def served(sharing: str) -> Iterator[tuple[str, str, str]]:
     """Start a server of the demo model; yield its gRPC target, and the keys of two tenants."""
     victim, attacker = new_key(), new_key()
-    with tempfile.TemporaryDirectory() as folder:
-        keys, log = pathlib.Path(folder, "keys.yaml"), pathlib.Path(folder, "log")
-        keys.write_text(key_entry(victim, "victim", ["infer"]) + key_entry(attacker, "attacker", ["infer"]))
-        ports = ["--grpc-port", "0", "--http-port", "off"]
-        command = [sys.executable, "-m", "jaxinfer.serve", "--model", "demo", *ports, "--api-keys"]
-        root = pathlib.Path(__file__).resolve().parent.parent
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [*command, keys, "--prefix-cache-sharing", sharing, *_ENGINE],
-                cwd=root,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
-                stderr=stderr,
-            )
-        try:
-            yield _ready(process, log), victim, attacker
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def _ready(process: subprocess.Popen[bytes], log: pathlib.Path) -> str:
-    """Wait until the server is ready; return its address."""
-    deadline = time.monotonic() + _START_SECONDS
-    while " ready: " not in log.read_text(errors="replace"):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the server does not start:\n{log.read_text(errors='replace')}")
-        time.sleep(0.2)
-    port = re.search(r"gRPC listens on port (\d+)", log.read_text(errors="replace"))
-    assert port is not None
-    return f"127.0.0.1:{port[1]}"
+    with tempfile.NamedTemporaryFile("w") as keys:
+        keys.write(key_entry(victim, "victim", ["infer"]) + key_entry(attacker, "attacker", ["infer"]))
+        keys.flush()
+        options = ["--api-keys", keys.name, "--prefix-cache-sharing", sharing]
+        with started("--model", "demo", *options, *_ENGINE) as target:
+            yield target, victim, attacker
 
 
 if __name__ == "__main__":

@@ -447,7 +447,7 @@ def _host_pages(config: EngineConfig, caches: Sequence[CacheSpec], itemsize: int
     return int(config.swap_space_gib * 2**30 / page)
 
 
-_ENCODER_SIZES = (256, 1024, 4096, 16384)
+_ENCODER_SIZES = tuple(256 << power for power in range(7))  # to 16384
 _LEAST_CACHED = 4096  # image tokens
 
 

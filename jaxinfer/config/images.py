@@ -40,8 +40,8 @@ class ImageConfig:
         limit_mm_per_prompt: most images and videos of a prompt, as image=N, video=N or {"image": N} (default: no
             limit). image=0: the vision tower is not loaded, and the model is served for text alone.
         encoder_sizes: patch rows of the encoder programs, ascending multiples of the rows that are merged into one; an
-            image runs alone in the smallest that holds it, and one beyond the largest is rejected (default: 256, 1024,
-            4096 and 16384, as far as the model's images and max_model_len reach).
+            image runs alone in the smallest that holds it, and one beyond the largest is rejected (default: powers
+            of two from 256 to 16384, as far as the model's images and max_model_len reach).
         encoder_cache_size: image tokens of which the encoder's output is kept on the device, by content, for prompts
             that are computed in several chunks or repeat an image (default: at least 4096, and enough for a full chunk
             and two of the largest images).

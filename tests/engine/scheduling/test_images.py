@@ -144,7 +144,7 @@ def resolved(needs: ImageNeeds | None = NEEDS, layer: LayerSpec | None = None, *
 
 def test_encoder_programs_reach_from_the_smallest_to_the_largest_image():
     qwen = ImageNeeds((1,), 4, 1176, 4, 16384)
-    assert resolved(qwen).encoder_sizes == (256, 1024, 4096, 16384)
+    assert resolved(qwen).encoder_sizes == (256, 512, 1024, 2048, 4096, 8192, 16384)
     assert resolved(qwen, max_model_len=100).encoder_sizes == (256, 400)
     assert resolved(ImageNeeds((1,), 1, 588, 576, 576)).encoder_sizes == (576,)
     assert resolved(qwen).encoder_cache_size == 256 + 2 * 4096
