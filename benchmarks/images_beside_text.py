@@ -1,4 +1,4 @@
-"""Latency of text requests beside requests with images, over that of the same text requests alone.
+"""Latency of text requests served together with images, over that of the same text requests alone.
 
     python benchmarks/images_beside_text.py                 some five minutes on two idle cores
     python benchmarks/images_beside_text.py --share 0.3     more images: 30 % of all requests
