@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, Num
 
 from pallas_kernels import float16, one_row
@@ -52,8 +53,9 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
 
 
 def _parts_of(x: Array, weights: Array) -> int:
-    """Return the number of parts; 1 on a CPU, and on several devices, which may shard the inputs."""
-    if lowering_target().platform == "cpu" or jax.sharding.get_abstract_mesh().size > 1:
+    """Return the number of parts; 1 on a CPU, and on several devices, which may share inputs outside a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if lowering_target().platform == "cpu" or (mesh.size > 1 and AxisType.Manual not in mesh.axis_types):
         return 1
     aligned = _BYTES // min(x.dtype.itemsize, weights.dtype.itemsize)
     return parts(math.prod(x.shape[:-1]), x.shape[-1], weights.size // x.shape[-1], aligned)
@@ -63,10 +65,11 @@ def parts(rows: int, inputs: int, outputs: int, aligned: int = 8) -> int:
     """Return the number of equal parts of a sum; 1: there are many outputs, or XLA's parts divide the inputs.
 
     Args:
-        aligned: XLA's parts are a multiple of these inputs.
+        aligned: XLA's parts are a multiple of these inputs, and so are ours, unless rows of ``inputs`` are none either.
     """
     tiles = max(1, -(-rows // _TILE) * -(-outputs // _TILE))
     most = min(_MULTIPROCESSORS // tiles, inputs // _INPUTS, _MOST)
     if most < 2 or inputs % (aligned << (most - 1).bit_length()) == 0:
         return 1
+    aligned = math.gcd(aligned, inputs)
     return next(count for count in range(most, 0, -1) if count == 1 or inputs % (aligned * count) == 0)

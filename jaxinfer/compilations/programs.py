@@ -19,17 +19,17 @@ from jaxinfer.compilations.fingerprints import Fingerprints
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and memory is not short: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 # The host reads the end of a loop (of steps, over a weight) unless it is in a command buffer. By default no loop is:
-# this list replaces the default, with WHILE added (and without collectives, which one device does not have).
+# this list replaces the default, with WHILE added (and without collectives, which programs with loops must not have).
 _GPU_LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
 
 def compiler_options(mesh: Mesh, loops: bool = False) -> dict[str, str] | None:
-    """Return the XLA options for a program of these devices. ``loops``: it may contain loops."""
+    """Return the XLA options for a program of these devices. ``loops``: it may contain loops, and no collectives."""
     if mesh.devices.flat[0].platform != "gpu":
         return None
-    return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if loops and mesh.size == 1 else _GPU_OPTIONS
+    return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if loops else _GPU_OPTIONS
 
 
 _KEPT_OF = ("gpu",)  # programs of a CPU lack the kernels that take longest to lower

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels.matmul.reference import check, finished
 from pallas_kernels.matmul.types import NOTHING, Extras, Layout, outputs_of
+from pallas_kernels.sums import dot
 
 
 def matmul(
@@ -38,9 +39,7 @@ def matmul(
     # As a matrix: with more than one output dimension XLA:CPU transposes [out, in] weights at every call.
     flat = weights if layout == "in first" else weights.reshape(-1, weights.shape[-1])
     flat = flat if x.dtype.itemsize == 1 else flat.astype(x.dtype)
-    contracted = (((1,), (0 if layout == "in first" else 1,)), ((), ()))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    product = lax.dot_general(x, flat, contracted, precision=precision, preferred_element_type=_sums(x, result))
+    product = dot(x, flat, 0 if layout == "in first" else 1, _sums(x, result))
     product = product.reshape(-1, *outputs_of(weights, layout))
     if extras == NOTHING and not gated:
         return product.astype(result)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.sums import dot, parts
@@ -38,7 +39,10 @@ def operands(dtype, along):
         ((64, 11008, 2048), 1),
         ((64, 2048, 64), 1),
         ((64, 128, 64), 1),
-        ((64, 2882, 32), 1),  # no split starts at a 16-byte boundary
+        ((256, 3420, 1280), 9),  # Qwen2.5-VL-7B's tower: neither rows nor parts start at a 16-byte boundary
+        ((1024, 3420, 1280), 3),
+        ((4096, 3420, 1280), 1),
+        ((64, 3696, 8192), 3),  # an eighth of Qwen2.5-72B's
         ((64, 8 * 367, 32), 1),  # a prime
     ],
 )
@@ -78,3 +82,11 @@ def test_what_devices_share_is_not_divided_again(on_a_gpu):
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("tensor",))):
         (product,) = jax.make_jaxpr(lambda *both: dot(*both, 0))(*shapes).eqns
     assert product.primitive.name == "dot_general"
+
+
+def test_what_is_one_devices_own_is_divided(on_a_gpu):
+    x, weights = (jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands("bfloat16", 0))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("tensor",))):
+        own = jax.shard_map(lambda *both: dot(*both, 0), in_specs=P(), out_specs=P(), check_vma=False)
+        text = str(jax.make_jaxpr(own)(x, weights))
+    assert f"f32[{parts(6, INPUTS, 80)},2,3,2,40]" in text

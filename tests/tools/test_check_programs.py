@@ -121,7 +121,8 @@ def test_a_weight_that_is_filled_up_with_zeros_is_read_all_the_same():
     assert [one.name for one in weight_gemms(step)] == ["gemm_a", "gemm_b", "gemm_c"]
     other = make_step(module=with_line(lines.replace("(%w1)", "(%w1, %x)"), PADDED))
     assert [one.name for one in weight_gemms(other)] == ["gemm_a", "gemm_b"]
-    assert [one.name for one in moved_arrays(make_step(tokens=1, module=step.module))] == ["filled"]
+    for tokens in (1, 64):  # the weight is larger than an activation, or smaller
+        assert [one.name for one in moved_arrays(make_step(tokens=tokens, module=step.module))] == ["filled"]
 
 
 def test_a_gemm_of_two_weights_counts_for_both():
@@ -457,6 +458,28 @@ def test_scores_of_a_vision_tower_are_activations():
     looping = make_step(scores=1, module=with_line(LOOP, body_of_loop()))
     assert rule(looping, "command buffers").asked
     assert not rule(looping, "kernels a layer").asked
+
+
+ENCODER = {"name": "encode_256", "scores": 1 << 20, "launches": read_launches(ONE_BUFFER)}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("pools or weights", {"module": with_line("%filled = bf16[6,8]{1,0} fusion(%w1), calls=%padding", PADDED)}),
+        ("transfers", {"module": with_line("%out.1 = bf16[4,8]{1,0:S(5)} copy(%w0)")}),
+        ("waits", {"waits": ("kWhile 152",)}),
+        ("waits", {"waits": ("kWhile 152",), "devices": 8, "module": with_line(LOOP, body_of_loop())}),
+        ("sorts", {"module": with_line("%sorted = f32[2,8]{1,0} sort(%gemm_a), to_apply=%less")}),
+        ("command buffers", {"launches": read_launches(THUNKS)}),
+        ("GEMMs", {"tail": 2}),
+        ("temporaries", {"temporaries": 1 << 30}),
+    ],
+)
+def test_an_encoder_program_can_break_each_rule(name, changes):
+    broken = {one.rule for one in findings(make_step(**ENCODER, layers=(1,))) if one.broken}
+    assert broken == set()
+    assert rule(make_step(**{**ENCODER, "layers": (1,), **changes}), name).broken
 
 
 def test_hidden_states_may_be_gathered_where_they_are_spread():

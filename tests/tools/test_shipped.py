@@ -139,10 +139,7 @@ def test_the_steps_for_an_a100_keep_the_rules():
 def test_a_vision_model_keeps_the_rules():
     (part,) = door.run(Work("Qwen2.5-VL-7B", door.PAGES, layers=3), default_folder())
     assert {"encode_256", "encode_1024", "encode_4096", "encode_16384"} < set(part.programs)
-    # 3420 inputs cannot be cut into parts of 16 bytes: for few patches XLA pads the down projection (docs/kernels.md).
-    padded = {(name, one.rule) for name, program in part.programs.items() for one in program.findings if one.broken}
-    assert padded == {(f"encode_{rows}", "pools or weights copied, converted, cut") for rows in (256, 512)}
-    assert not any(one.broken for one in part.findings)
+    assert part.broken == []
     asked = {one.rule for one in part.programs["encode_16384"].findings if one.asked}
     assert {"waits of the host", "command buffers", "sorts"} <= asked
 

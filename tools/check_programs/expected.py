@@ -25,6 +25,7 @@ KEPT = ("qkv", "down", "k", "zx", "bc", "dt", "gated", "qkvz", "ba", "router", "
 BLOCKS = ("blocks_", "layers_")  # prefixes of the names of a tower's layers
 TABLES = ("embed", "layer_embed", "positions", "head")  # tables that are read by row, or whole at the end
 BEHIND = "streams_out"  # parameters after the layers
+LINE = 64  # inputs of a line of 16-bit numbers
 SUMS = 2  # all-reduces of a layer: attention output and feed-forward output
 
 
@@ -49,6 +50,7 @@ class Expected:
         head_norms: whether queries and keys are normalised; ``out_norms``: whether sublayer outputs are.
         summed: layers whose queries and keys are normalised over all heads, which needs an all-reduce of their squares.
         shown: whether a draft head reads the last layer's states of prompts.
+        lines: whether a device's part of each matrix has whole lines of inputs, which the GEMM kernel requires.
     """
 
     layers: tuple[int, ...]
@@ -70,6 +72,7 @@ class Expected:
     out_norms: bool = False
     summed: int = 0
     shown: bool = False
+    lines: bool = True
 
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
         """Return the matrices of each layer that is computed whole, and the number of the other matrices."""
@@ -167,6 +170,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
         out_norms=any("mlp_out_norm" in path for name in names for path, _ in walk_specs(specs[name])),
         summed=sum(any("all_heads" in spec.axes for _, spec in walk_specs(specs[name])) for name in names),
         shown=stage.prompts and not getattr(model.module, "taps", ()),
+        lines=not any(local_shape(spec, sizes)[spec.inputs] % LINE for spec in every if spec.inputs is not None),
     )
 
 

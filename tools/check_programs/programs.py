@@ -134,14 +134,14 @@ class Planned:
 
     @property
     def decodes_by_kernel(self) -> bool:
-        """Whether decode uses the Mosaic GEMM kernel with a fused activation, between RMS norms; and rows have neither
-        drafts nor adapters."""
+        """Whether decode uses the Mosaic GEMM kernel for all products, with a fused activation, between RMS norms; and
+        rows have neither drafts nor adapters."""
         model = self.stage.model
         names = {"/".join(path) for path, _ in walk_specs(model.specs)}
         gated = any("gate_up" in name for name in names) and getattr(model.config, "activation", "silu") == "silu"
         of_one_sum = not any(name.endswith("norm/bias") for name in names)
         by_itself = self.engine.speculative is None and not self.engine.lora_slots
-        return gated and of_one_sum and by_itself and self.engine.gemm_backend == "mosaic"
+        return gated and of_one_sum and by_itself and self.should.lines and self.engine.gemm_backend == "mosaic"
 
     @property
     def kept(self) -> int:
@@ -302,7 +302,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
 
 
 def _encoder_steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path) -> Iterator[Step]:
-    """Yield each encoder program with its properties."""
+    """Yield each encoder program with its properties; of several devices each computes alone."""
     model = planned.stage.model
     for executable in compiled:
         assert model.vision is not None
@@ -329,7 +329,6 @@ def _encoder_steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Pat
             temporaries=temporary_bytes(executable),
             arguments=memory.argument_size_in_bytes,
             planned=should.weights + cache + inputs,
-            devices=planned.should.devices,
         )
 
 

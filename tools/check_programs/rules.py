@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from jaxinfer.sampling.reductions import LANES
 from pallas_kernels.lora.mosaic import TILE_ROWS
@@ -279,11 +279,18 @@ def moved_arrays(step: Step) -> list[Instruction]:
     """Return results in memory as large as a pool or a weight, or larger than activations, not written in place.
 
     A GEMM's result is an activation. An aliased custom call writes in place, as do scatters. A result of the size of an
-    activation counts if it is made of an argument as large: the scales of a norm are smaller. A table's rows for the
-    tokens of a call do not count, nor results computed from them in the same kernel.
+    activation counts if it is made of an argument as large: the scales of a norm are smaller. A weight that is copied
+    with padding counts whatever its size. A table's rows for the tokens of a call do not count, nor results computed
+    from them in the same kernel.
     """
-    sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1 and one.size > step.widest}
-    return [one for one in step.module.in_memory() if _is_moved(step, one, {*sizes, step.pool})]
+    large = {one.name: one.size for one in step.module.weights() if len(one.dims or ()) > 1 and one.size > step.widest}
+    sizes = {*large.values(), step.pool}
+    return [one for one in step.module.in_memory() if _is_filled(step, one, large) or _is_moved(step, one, sizes)]
+
+
+def _is_filled(step: Step, one: Instruction, weights: Container[str]) -> bool:
+    """Return whether an instruction copies one of these weights with padding."""
+    return one.opcode == "fusion" and step.module.unpadded(one.name) in weights
 
 
 def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:

@@ -20,6 +20,8 @@ TOPOLOGIES: Mapping[str, Work] = {
         Work("DeepSeek-V2", pages=2500, expert=8),
         Work("Llama-4-Scout", pages=5200, expert=4),
         Work("MiniMax-M2", pages=6500, expert=8),
+        Work("Qwen2.5-VL-72B", pages=19500, tensor=8),
+        Work("Qwen3-VL-30B-A3B", pages=34000, expert=4),
     )
 }
 

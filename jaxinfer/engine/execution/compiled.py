@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compilations import Fingerprints, compiler_options, lower, timed
 from jaxinfer.config import ResolvedEngine
@@ -90,7 +90,8 @@ class CompiledStage:
 
 class _Job(NamedTuple):
     """A function, its arguments, the donated one, the shardings of its results; ``loops``: it may contain loops;
-    ``batch``: the argument that the host makes for each call, packed into one array."""
+    ``batch``: the argument that the host makes for each call, packed into one array; ``collectives``: on several
+    devices it has some."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -98,6 +99,11 @@ class _Job(NamedTuple):
     results: Any
     loops: bool = False
     batch: int | None = None
+    collectives: bool = True
+
+    def options(self, mesh: Mesh) -> dict[str, str] | None:
+        """Return the XLA options for these devices."""
+        return compiler_options(mesh, self.loops and not (self.collectives and mesh.size > 1))
 
 
 def compile_stages(
@@ -302,7 +308,8 @@ class _Work:
             patches = self._array((rows, vision.config.values), np.uint8)
             given = (self.arrays.tower, images, patches, layout, self._ints(rows // vision.config.merged))
             encode = _renamed(make_encode(vision), name := f"encode_{rows}")
-            jobs[name] = _of_ranks(_Job(encode, given, 1, _sharding(images), loops=True), self.mesh, shared=1)
+            job = _Job(encode, given, 1, _sharding(images), loops=True, collectives=False)
+            jobs[name] = _of_ranks(_of_each(job, self.mesh), self.mesh, shared=1)
         return jobs
 
     def _like_parts(self) -> dict[str, str]:
@@ -455,6 +462,14 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return renamed
 
 
+def _of_each(job: _Job, mesh: Mesh) -> _Job:
+    """Turn a job of replicated arrays into one that each device computes alone, in the program of a single device."""
+    if mesh.size == 1 or mesh.shape["dp_attn"] > 1:  # a rank computes alone
+        return job
+    alone = jax.shard_map(job.function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    return job._replace(function=alone)
+
+
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
     """Turn one rank's job into that of all ranks, with the first ``shared`` arguments shared by all."""
     if mesh.shape["dp_attn"] == 1:
@@ -493,7 +508,7 @@ def _compile(
         try:
             with timed(f"{total} programs traced and lowered"):
                 lowered = (
-                    (key, _lowered(mesh, job, fingerprints).compile, compiler_options(mesh, job.loops))
+                    (key, _lowered(mesh, job, fingerprints).compile, job.options(mesh))
                     for key, (mesh, job) in jobs.items()
                 )
                 running = {key: threads.submit(run, compiler_options=options) for key, run, options in lowered}

@@ -3,10 +3,12 @@
 import concurrent.futures
 import re
 import threading
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
@@ -78,7 +80,7 @@ class Lowered:
 
     def compile(self, compiler_options: object) -> str:
         self.begun.set()
-        return f"{self.name}, {compiler_options}"
+        return f"{self.name}, {compiler_options['loops']}"
 
 
 def job_of(name: str) -> compiled._Job:
@@ -94,12 +96,19 @@ def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(compiled, "_lowered", lowered)
-    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops: f"loops: {loops}")
+    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops: {"loops": str(loops)})
     several = job_of("e")._replace(loops=True)
     work = [(make_mesh(), {"decode": job_of("d"), "prefill": job_of("p")}), (make_mesh(), {"decode": several})]
     done = compiled._compile(work, lambda *progress: told.append(progress))
-    assert done == [{"decode": "d, loops: False", "prefill": "p, loops: False"}, {"decode": "e, loops: True"}]
+    assert done == [{"decode": "d, False", "prefill": "p, False"}, {"decode": "e, True"}]
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_on_several_devices_no_program_with_collectives_has_its_loops_in_a_command_buffer(monkeypatch):
+    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops: {"loops": str(loops)})
+    meshes, looping = [mock.Mock(spec=Mesh, size=size) for size in (1, 8)], job_of("e")._replace(loops=True)
+    for job, found in ((looping, ["True", "False"]), (looping._replace(collectives=False), ["True", "True"])):
+        assert [job.options(mesh)["loops"] for mesh in meshes] == found
 
 
 def test_where_a_program_cannot_be_the_others_are_not_waited_for(monkeypatch):
