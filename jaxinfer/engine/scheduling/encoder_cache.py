@@ -34,7 +34,7 @@ class EncoderCache:
         self._size, self._merged = size, merged
         self._free = np.arange(size, dtype=np.int32)[::-1]  # a stack
         self._rows: OrderedDict[str, Int32[np.ndarray, " outputs"]] = OrderedDict()
-        self._kept: set[str] = set()
+        self._kept, self._ahead = set[str](), set[str]()
         self.encodes: list[Encode] = []
         """Images that the step must encode."""
 
@@ -42,6 +42,10 @@ class EncoderCache:
         """Begin the plan of a step."""
         self._kept.clear()
         self.encodes = []
+
+    def encodes_any(self, images: Iterable[ImageInput]) -> bool:
+        """Return whether this step encodes one of these images."""
+        return not {encode.image.digest for encode in self.encodes}.isdisjoint(image.digest for image in images)
 
     def cost(self, images: Iterable[ImageInput]) -> int | None:
         """Return the rows that must be encoded before these images can be read; None: this step has no room for them.
@@ -51,9 +55,13 @@ class EncoderCache:
         held = sum(len(rows) for digest, rows in self._rows.items() if digest in self._kept or digest in wanted)
         return new if held + new <= self._size else None
 
-    def keep(self, images: Iterable[ImageInput]) -> tuple[int, int]:
+    def keep(self, images: Iterable[ImageInput], *, ahead: bool = False) -> tuple[int, int]:
         """Keep images, for which there is room, for this step; encode those that are missing. Returns the numbers of
-        images that were looked up for the first time in this step, and that were found."""
+        images that were looked up for the first time in this step, and that were found.
+
+        Args:
+            ahead: for a chunk of a later step, whose own lookup does not count.
+        """
         wanted = {image.digest: image for image in images if image.digest not in self._kept}
         self._kept |= wanted.keys()
         found = wanted.keys() & self._rows.keys()
@@ -63,7 +71,9 @@ class EncoderCache:
             if digest not in found:
                 self._rows[digest] = rows = self._take(self._outputs(image))
                 self.encodes.append(Encode(image, rows))
-        return len(wanted), len(found)
+        counted = set() if ahead else self._ahead & found
+        self._ahead = self._ahead - found | (wanted.keys() if ahead else set())
+        return len(wanted) - len(counted), len(found) - len(counted)
 
     def rows(self, image: ImageInput) -> Int32[np.ndarray, " outputs"]:
         """Return the rows of an image that is kept for this step."""

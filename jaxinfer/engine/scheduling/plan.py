@@ -142,7 +142,7 @@ class StepPlan:
     encodes: Row[Encode] = ()
 
     def __bool__(self) -> bool:
-        runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
+        runs, moves = self.prefills or self.decodes or self.encodes, self.exports or self.copies or self.imports
         return bool(runs or moves or self.admitted or self.preempted or self.loads)
 
 

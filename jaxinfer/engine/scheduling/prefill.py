@@ -35,14 +35,20 @@ class PrefillPlanner:
         self.budget = 0
         self.plans: list[PrefillPlan] = []
         self.filled: list[Sequence] = []
+        self._ahead = False
 
-    def begin(self) -> None:
-        """Begin a step. Pages filled by the step before are launched: later steps may read them."""
+    def begin(self, *, decoding: bool) -> None:
+        """Begin a step. Pages filled by the step before are launched: later steps may read them.
+
+        Args:
+            decoding: sequences decode. Then images are encoded a step before the chunk that reads them: tokens wait for
+                one of both at a time.
+        """
         for sequence in self.filled:
             if sequence.status is Status.RUNNING:
                 self._pages.publish(sequence)
         self.budget = self._tokens
-        self.plans, self.filled = [], []
+        self.plans, self.filled, self._ahead = [], [], decoding
         self.encoder.begin()
 
     def extend(self, sequence: Sequence, spare: int = 0) -> None:
@@ -55,6 +61,8 @@ class PrefillPlanner:
             chunk = self._pages.next_chunk(sequence, sequence.scheduled)
             end, first = sequence.scheduled + chunk.length, len(self.plans) == before
             images = [] if sequence.images is None else sequence.images.within(sequence.scheduled, end)
+            if self._ahead and images and self._waits(images):
+                break
             cost = self._cost(chunk, images, self.budget - kept)
             if cost is None or not self._pages.extend(sequence, end, slide=first, spare=spare):
                 break
@@ -68,6 +76,14 @@ class PrefillPlanner:
             computed = min(sequence.scheduled, sequence.prompt_end)
             self._queue.charge(sequence, prompt=max(0, computed - sequence.charged))
             sequence.charged = max(sequence.charged, computed)
+
+    def _waits(self, images: list[ImageInput]) -> bool:
+        """Encode images that are missing, as far as the budget allows; return whether their chunk waits for it."""
+        missing = self.encoder.cost(images)
+        if missing and (missing <= self.budget or not (self.plans or self.encoder.encodes)):
+            self.budget = max(0, self.budget - missing)
+            self._stats.encoder(*self.encoder.keep(images, ahead=True))
+        return bool(missing) or self.encoder.encodes_any(images)
 
     def _cost(self, chunk: Chunk, images: list[ImageInput], budget: int) -> int | None:
         """Return the tokens of the budget that a chunk takes, those of images to encode included; None: too many. The

@@ -190,7 +190,7 @@ class Scheduler:
         self._expire()
         self._end_constrained()
         loads = self._load_adapters()
-        self._prefill.begin()
+        self._prefill.begin(decoding=any(not sequence.prefilling for sequence in self._running.values()))
         self._batch_runs = self._batch_runs and bool(self._running)
         self._decode.advance(self._running)
         preempted, admitted = self._grow(), list[Sequence]()
@@ -376,7 +376,7 @@ class Scheduler:
             self._batch_runs = self._batch_runs or not (self._prefill.plans or admitted)
             if not self._batch_runs:
                 return [], 1, None
-        alone = not self._prefill.plans and not len(self._queue)
+        alone = not (self._prefill.plans or self._prefill.encoder.encodes or len(self._queue))
         return self._decode.plan(self._running, alone=alone, spare=self._spare() if self._engine.drafts_trees else None)
 
     def _spare(self) -> int | None:

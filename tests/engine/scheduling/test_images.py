@@ -224,8 +224,26 @@ def test_the_encoder_counts_in_the_budget():
     for number, name in enumerate("ab"):
         loop.add(with_images(make_request(name, 17), (2, make_image(number, 8))))
     assert [name for name, _ in chunks(loop.step())] == ["a"]
+    plan = loop.step()  # "a" decodes
+    assert (len(plan.encodes), chunks(plan)) == (1, [])
     assert [name for name, _ in chunks(loop.step())] == ["b"]
     loop.drain()
+
+
+def test_an_image_is_encoded_a_step_before_its_chunk_while_sequences_decode():
+    loop = image_loop(max_num_batched_tokens=96, max_num_seqs=4)
+    loop.add(make_request("a", 8))
+    loop.step()
+    for name, image in (("b", make_image(1, 8)), ("c", make_image(1, 8)), ("d", make_image(2, 8))):
+        loop.add(with_images(make_request(name, 17, cache_salt=name), (2, image)))
+    plan = loop.step()
+    assert [encode.image for encode in plan.encodes] == [make_image(1, 8), make_image(2, 8)]
+    assert chunks(plan) == []
+    plan = loop.step()
+    assert (plan.encodes, [name for name, _ in chunks(plan)]) == ([], ["b", "c", "d"])
+    loop.drain()
+    stats = loop.scheduler.stats.snapshot()
+    assert (stats.encoder_queries, stats.encoder_hits) == (2, 0)  # an image counts once in a step
 
 
 def test_an_image_in_cached_pages_is_not_encoded_again():
