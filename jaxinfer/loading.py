@@ -308,7 +308,8 @@ class LoadedFrom:
         described, target = self.config_json if config_json is None else config_json, pathlib.Path(folder)
         require_specified(model)
         require_described(model, text_model(described))
-        specs = model.specs if model.vision is None else with_names(model.specs, wrapped_name)
+        spell = functools.partial(wrapped_name, described)
+        specs = model.specs if model.vision is None else with_names(model.specs, spell)
         save_params(target, model.params, specs, described)
         if not self.path.exists() or not target.samefile(self.path):
             write_companions(self.path, target)
