@@ -15,7 +15,8 @@ from typing import Any
 from jaxinfer.images.expansion import within
 from jaxinfer.images.processor import PROCESSOR_FILES, Processor
 
-_QWEN, _CLIP, _SIGLIP, _PIXTRAL = (f"jaxinfer.images.{name}:make" for name in ("qwen", "clip", "siglip", "pixtral"))
+_NAMES = ("qwen", "clip", "siglip", "pixtral", "idefics3")
+_QWEN, _CLIP, _SIGLIP, _PIXTRAL, _IDEFICS3 = (f"jaxinfer.images.{name}:make" for name in _NAMES)
 MAKERS: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": _QWEN,
     "Qwen2_5_VLForConditionalGeneration": _QWEN,
@@ -26,6 +27,8 @@ MAKERS: Mapping[str, str] = {
     "LlavaForConditionalGeneration": _CLIP,
     "Gemma3ForConditionalGeneration": _SIGLIP,
     "Mistral3ForConditionalGeneration": _PIXTRAL,
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 """``module:function`` that makes the processor of an architecture."""
 

@@ -60,7 +60,7 @@ class ClipConfig(SquareConfig):
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read, outer = vision_reader(config_json, "clip_vision_model", _DEFAULTS), ConfigReader(config_json)
+        read, outer = vision_reader(config_json, ("clip_vision_model",), _DEFAULTS), ConfigReader(config_json)
         outer.choice("vision_feature_select_strategy", "default", ("default",))
         fields = vit_fields(read, config_json)
         return ClipConfig(

@@ -67,7 +67,7 @@ class PixtralConfig(VitConfig):
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read, outer = vision_reader(config_json, "pixtral", _DEFAULTS), ConfigReader(config_json)
+        read, outer = vision_reader(config_json, ("pixtral",), _DEFAULTS), ConfigReader(config_json)
         fields, text = vit_fields(read, config_json), ConfigReader(text_model(config_json))
         read.require(
             fields["hidden_size"] % (4 * fields["heads"]) == 0, "hidden_size", "must give heads of 4 n numbers"

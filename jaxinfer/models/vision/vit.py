@@ -63,17 +63,17 @@ class SquareConfig(VitConfig):
     side: int
 
 
-def vision_reader(config_json: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> ConfigReader:
+def vision_reader(config_json: Mapping[str, Any], kinds: tuple[str, ...], defaults: Mapping[str, Any]) -> ConfigReader:
     """Return a reader of ``vision_config``.
 
     Raises:
-        ConfigError: it is no object, or its model type is not ``kind``.
+        ConfigError: it is no object, or its model type is none of ``kinds``.
     """
     found = config_json.get("vision_config")
     if not isinstance(found, Mapping):
         raise ConfigError(f"config.json: vision_config = {shown(found)} must be an object")
     read = ConfigReader(found, defaults)
-    read.choice("model_type", kind, (kind,))
+    read.choice("model_type", kinds[0], kinds)
     return read
 
 
