@@ -69,7 +69,8 @@ class Processor(Protocol):
         """
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the token ids that replace the placeholder of an image of this grid."""
+        """Return the token ids that replace the placeholder of an image of this grid. A processor that cuts images into
+        tiles also has ``expand_tiles``, which is called with `ImageInput.tiles`."""
 
 
 class Identified(Protocol):
