@@ -294,7 +294,8 @@ def described_by(files: ModelFiles, model: Model) -> Mapping[str, Any]:
 
 def saved_specs(model: Model, config_json: Mapping[str, Any]) -> ParamTree:
     """Return the specs of a model with the tensor names of a checkpoint with this config.json."""
-    return with_names(model.specs, wrapped_name) if is_wrapper(config_json) else model.specs
+    spell = functools.partial(wrapped_name, config_json)
+    return with_names(model.specs, spell) if is_wrapper(config_json) else model.specs
 
 
 def _generation_config(folder: pathlib.Path) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class ImageInput:
             computed with it. Images of equal digests are equal.
         step: rotary positions between two frames on the time axis; part of the digest.
         video: its placeholders are the model's video token.
+        tiles: rows and columns of the tiles of an image, whose frames are the tiles, row by row, and then the whole
+            picture; part of the digest. None: it has no tiles.
     """
 
     patches: Any
@@ -72,6 +74,7 @@ class ImageInput:
     digest: str = ""
     step: float = 1.0
     video: bool = False
+    tiles: tuple[int, int] | None = None
 
     @property
     def frames(self) -> tuple[ImageInput, ...]:
@@ -80,9 +83,9 @@ class ImageInput:
         if count == 1:
             return (self,)
         grid, rows = (1, *self.grid[1:]), self.patches.shape[0] // count
+        parts = (self.patches[index * rows : (index + 1) * rows] for index in range(count))
         return tuple(
-            ImageInput(self.patches[index * rows : (index + 1) * rows], grid, f"{self.digest}{index:04x}", video=True)
-            for index in range(count)
+            ImageInput(part, grid, f"{self.digest}{index:04x}", video=self.video) for index, part in enumerate(parts)
         )
 
     def __eq__(self, other: object) -> bool:

@@ -97,6 +97,7 @@ WANTED = ("model.norm.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.w
         ("language_model.model.", "lm_head.weight"),
         ("model.language_model.", "lm_head.weight"),
         ("language_model.", "lm_head.weight"),
+        ("model.text_model.", "lm_head.weight"),
         ("model.", "lm_head.weight"),
         ("", "lm_head.weight"),
     ],
@@ -208,7 +209,7 @@ def test_gemma3n_is_read_as_the_hub_has_it(tmp_path: pathlib.Path, caplog: pytes
 
 @pytest.mark.parametrize("own", ["model.layers.0.mlp.up_proj", "model.norm", "lm_head"])
 def test_a_module_has_a_name_in_each_spelling(own: str) -> None:
-    prefixes = ("model.language_model.", "language_model.")
+    prefixes = ("model.language_model.", "language_model.", "model.text_model.")
     within = {f"language_model.{own}", *(own.replace("model.", prefix) for prefix in prefixes)} - {own}
     for name in (own, *within):
         found = names_of(name)

@@ -84,6 +84,8 @@ _WRAPPERS = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "LlavaForConditionalGeneration": "llama",
+    "Idefics3ForConditionalGeneration": "llama",
+    "SmolVLMForConditionalGeneration": "llama",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
@@ -105,6 +107,8 @@ _TIED: Mapping[str, bool] = {
     "Mistral3ForConditionalGeneration": True,
     "KimiK25ForConditionalGeneration": True,
     "Kimi_K25ForConditionalGeneration": True,
+    "Idefics3ForConditionalGeneration": False,
+    "SmolVLMForConditionalGeneration": False,
     "Qwen3VLForConditionalGeneration": False,
     "Qwen3VLMoeForConditionalGeneration": False,
     "Qwen3_5ForConditionalGeneration": False,
@@ -124,8 +128,12 @@ _SPELLINGS: tuple[Mapping[str, str], ...] = (
     {"model.": "model.language_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "language_model."},
+    {"model.": "model.text_model."},
 )
 """Prefix substitutions by which a wrapper may rename the text model's tensors."""
+
+_SAVED = dict.fromkeys(("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"), _SPELLINGS[3])
+"""Those of architectures that transformers does not save by the first of these."""
 
 _TOWER_SPELLINGS: tuple[Mapping[str, str], ...] = (
     {"visual.": "model.visual."},
@@ -140,7 +148,7 @@ INNER_SPELLINGS = tuple(tuple(spelled.items()) for spelled in _SPELLINGS)
 """`_SPELLINGS` as pairs: the prefix of a name within the text model, and within a wrapper."""
 
 OTHERS = (
-    *("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector"),
+    *("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "connector"),
     *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"),
 )
 OTHER_TENSORS = tuple(f"{before}{name}.*" for name in OTHERS for before in ("", "model."))
@@ -169,9 +177,10 @@ def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, **_rope(fields, kind), "architectures": [architecture], "model_type": model_type}
 
 
-def wrapped_name(name: str) -> str:
+def wrapped_name(config_json: Mapping[str, Any], name: str) -> str:
     """Return the name, within a wrapper, of a text model's tensor; those of a vision tower stay as they are."""
-    return name if _is_other(name) else _respelled(name, _SPELLINGS[0])
+    spelled = next((_SAVED[known] for known in _named(config_json) if known in _SAVED), _SPELLINGS[0])
+    return name if _is_other(name) else _respelled(name, spelled)
 
 
 def _is_other(name: str) -> bool:

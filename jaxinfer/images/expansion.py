@@ -59,8 +59,10 @@ def expanded(
 
 def pieces_of(processor: Any, image: ImageInput) -> list[list[int]]:
     """Return the tokens that replace each placeholder of an image or a video."""
-    pieces: list[list[int]] = processor.expand_video(image.grid) if image.video else [processor.expand(image.grid)]
-    return pieces
+    if image.video:
+        pieces: list[list[int]] = processor.expand_video(image.grid)
+        return pieces
+    return [processor.expand(image.grid) if image.tiles is None else processor.expand_tiles(image.tiles)]
 
 
 def _pieces(processor: Any, ids: Sequence[int], images: Sequence[ImageInput]) -> dict[int, list[tuple[int, list[int]]]]:

@@ -40,7 +40,7 @@ class Processor(Protocol):
         table: [channels, 256] float32, the normalised value of each pixel value, with the rounding of transformers.
         channels: [values] int, channel of each value of a patch row.
         identity: names the processor and all of its options; part of every digest.
-        most_rows: the largest number of patch rows that an image can have.
+        most_rows: the largest number of patch rows that an image, or a tile of one, can have.
     """
 
     @property
@@ -69,7 +69,8 @@ class Processor(Protocol):
         """
 
     def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the token ids that replace the placeholder of an image of this grid."""
+        """Return the token ids that replace the placeholder of an image of this grid. A processor that cuts images into
+        tiles also has ``expand_tiles``, which is called with `ImageInput.tiles`."""
 
 
 class Identified(Protocol):
@@ -80,8 +81,8 @@ class Identified(Protocol):
 
 
 def smallest_image(processor: Processor) -> ImageInput:
-    """Return an image with as few patches as the processor makes."""
-    return processor.prepare(np.zeros((1, 1, 3), np.uint8))
+    """Return an image, or a tile of one, with as few patches as the processor makes."""
+    return processor.prepare(np.zeros((1, 1, 3), np.uint8)).frames[0]
 
 
 def normalised(processor: Processor, patches: np.ndarray) -> np.ndarray:
@@ -89,7 +90,7 @@ def normalised(processor: Processor, patches: np.ndarray) -> np.ndarray:
     return processor.table[processor.channels, patches]
 
 
-def digest_of(processor: Identified, patches: np.ndarray, grid: tuple[int, int, int]) -> str:
+def digest_of(processor: Identified, patches: np.ndarray, grid: tuple[int, ...]) -> str:
     """Return the content hash of an image, see `ImageInput`."""
     found = hashlib.blake2b(digest_size=16)
     for part in (processor.identity, str(grid), str(patches.dtype), str(patches.shape)):

@@ -116,7 +116,7 @@ class ConvertedFiles(ModelFiles):
     def spelled(self, specs: ParamTree, prefix: str) -> ParamTree:
         """Return the specs with the names that a checkpoint of the model would have."""
         del prefix
-        return with_names(specs, wrapped_name) if self.wrapped else specs
+        return with_names(specs, functools.partial(wrapped_name, self.whole_json)) if self.wrapped else specs
 
     def stored(self, specs: ParamTree, dtype: str) -> ParamTree:
         """Return the specs with the quantised storages that the manifest describes."""

@@ -15,6 +15,7 @@ CLIP = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 TOWERS: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {"patch_size": 16},
     "LlavaForConditionalGeneration": CLIP,
+    "Idefics3ForConditionalGeneration": {"image_size": 512, "patch_size": 16},
 }
 """Towers of the models that the files are tried with, where a processor depends on it."""
 
@@ -24,6 +25,10 @@ def test_a_file_is_read_or_refused_by_field(row: dict[str, Any]) -> None:
     architecture = row["architecture"]
     config = {"architectures": [architecture], "vision_config": TOWERS.get(architecture, {}), "image_token_id": 10}
     source = ProcessorSource(VISION_FAMILIES[architecture].maker, config, {"preprocessor_config.json": row["config"]})
+    if "tiles" in row:
+        made: Any = source.processor()
+        assert [made.tile, made.longest] == row["tiles"]
+        return
     if "pixels" in row:
         assert list(source.processor().pixels) == row["pixels"]
         return

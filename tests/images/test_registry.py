@@ -37,8 +37,11 @@ def test_files_that_cannot_be_read(tmp_path: pathlib.Path, text: str) -> None:
 @pytest.mark.parametrize("architecture", VISION_FAMILIES)
 def test_the_processor_is_that_of_the_loaded_model(architecture: str, tmp_path: pathlib.Path) -> None:
     """A server's helpers make it of the same files, without the model."""
-    vision = {"LlavaForConditionalGeneration": {"image_size": 336, "patch_size": 14}} | {
-        "Gemma3ForConditionalGeneration": {"image_size": 896, "patch_size": 14}
+    vision = {
+        "LlavaForConditionalGeneration": {"image_size": 336, "patch_size": 14},
+        "Gemma3ForConditionalGeneration": {"image_size": 896, "patch_size": 14},
+        "Idefics3ForConditionalGeneration": {"image_size": 364, "patch_size": 14},
+        "SmolVLMForConditionalGeneration": {"image_size": 364, "patch_size": 14},
     }
     size = {"LlavaForConditionalGeneration": 336, "Gemma3ForConditionalGeneration": 896}.get(architecture)
     sizes = {} if size is None else {"size": {"height": size, "width": size}, "crop_size": size}

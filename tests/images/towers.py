@@ -1,5 +1,6 @@
 """Comparison of image processors with the golden files of `tools.oracle.images_towers`."""
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -12,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from jaxinfer.images.expansion import expanded
+from jaxinfer.images.idefics3 import TileProcessor
 from jaxinfer.images.patches import PatchProcessor
 from jaxinfer.images.processor import ImageError, normalised
 from jaxinfer.types import ImageInput
@@ -50,18 +52,32 @@ def _digest(process: PatchProcessor, picture: Image.Image) -> list[Any] | None:
     except ImageError:
         return None
     pixels = by_row(normalised(process, image.patches), image.grid, process.merge)
-    assert len(image.patches) <= process.most_rows
-    return [[side * process.patch for side in image.grid[1:]], hashlib.sha256(pixels.tobytes()).hexdigest()]
+    assert len(image.frames[0].patches) <= process.most_rows
+    return [_shape(process, image), hashlib.sha256(pixels.tobytes()).hexdigest()]
+
+
+def _shape(process: PatchProcessor, image: ImageInput) -> list[int]:
+    """Return rows and columns of tiles, or else height and width."""
+    if isinstance(process, TileProcessor):
+        return list(image.tiles or (0, 0))
+    return [side * process.patch for side in image.grid[1:]]
 
 
 def prompt_faults(kind: str, process: PatchProcessor) -> list[list[int]]:
     """Return the prompts that transformers expands differently."""
 
     def differs(row: dict[str, Any]) -> bool:
-        grids = [(1, height // process.patch, width // process.patch) for height, width in row["sizes"]]
-        return expanded(process, row["prompt"], [shaped(grid) for grid in grids])[0] != row["expanded"]
+        images = [_sized(process, *size) for size in row["sizes"]]
+        return expanded(process, row["prompt"], images)[0] != row["expanded"]
 
     return [row["prompt"] for row in _read("expansions.json")[kind] if differs(row)]
+
+
+def _sized(process: PatchProcessor, height: int, width: int) -> ImageInput:
+    """Return an image of a size: of pixels, or of tiles where there are any."""
+    if isinstance(process, TileProcessor):
+        return dataclasses.replace(shaped((height * width + 1, 1, 1)), tiles=(height, width) if height else None)
+    return shaped((1, height // process.patch, width // process.patch))
 
 
 def shaped(grid: tuple[int, int, int], video: bool = False) -> ImageInput:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tools.oracle.golden import Shapes, digest, make_tensors, uniform, write_json
 
 SLACK = 1e-6
-_TOWER = re.compile(r"\b(visual|vision_tower|vision_model|multi_modal_projector)\.")
+_TOWER = re.compile(r"\b(visual|vision_tower|vision_model|multi_modal_projector|connector)\.")
 _TABLE = re.compile(r"(pos_embed|position_embedding)\.weight$|class_embedding$")
 _ARRAYS = ("pixels", "rows", "axes", "prefill", "decode", "decode_error")
 _RECORD = ("prompt", "pictures", "clip", "grids", "greedy", "delta", "rows_error", "prefill_error", "margin")

@@ -1,4 +1,4 @@
-"""Oracle of LLaVA, Gemma 3 and Mistral 3 with images: ``python -m tools.oracle.images_towers {make,check} FOLDER``.
+"""Oracle of LLaVA, Gemma 3, Mistral 3 and Idefics3: ``python -m tools.oracle.images_towers {make,check} FOLDER``.
 
 See `tools.oracle.images`, whose cases are made and checked, too. ``expansions FILE`` writes prompts before and after
 the processors of transformers replace their placeholders; ``digests FILE`` digests of the pixels of many pictures.
@@ -23,6 +23,8 @@ from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -37,8 +39,9 @@ with mock.patch(
 ):  # its module imports torchvision otherwise
     from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
-NEWLINES = 57
+NEWLINE, NEWLINES = 56, 57
 BREAK = 63
+TILES = ((55, 58), (59, 63))
 
 
 def patches(pixels: np.ndarray, patch: int) -> np.ndarray:
@@ -66,6 +69,42 @@ def _pixels(
     images = [image[:, :height, :width] for image, (height, width) in zip(made["pixel_values"], sizes, strict=True)]
     grids = [[1, int(height) // patch, int(width) // patch] for height, width in sizes]
     return Pixels(np.concatenate([patches(image, patch) for image in images]), grids, inputs)
+
+
+def _tiles(process: Any, image: PIL.Image.Image) -> tuple[np.ndarray, tuple[int, int]]:
+    """Return the pixels of an image's tiles [tiles, 3, side, side], and their rows and columns; 0: it is not cut."""
+    made = process(images=[image], return_tensors="np", return_row_col_info=True)
+    return made["pixel_values"][0], (int(made["rows"][0][0]), int(made["cols"][0][0]))
+
+
+def _tile_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
+    """Return the patches of all tiles, row by row; pixels that fill no patch are left out."""
+    side = pixels.shape[-1] // patch * patch
+    return np.concatenate([patches(tile[:, :side, :side], patch) for tile in pixels])
+
+
+def _tile_pixels(case: ImageCase, shown: list[PIL.Image.Image], plan: Plan) -> Pixels:
+    if not shown:
+        return Pixels(np.zeros((0, 0), np.float32), [], {})
+    patch = case.files["config.json"]["vision_config"]["patch_size"]
+    process = Idefics3ImageProcessorPil(**case.files["preprocessor_config.json"])
+    made = [_tiles(process, image) for image in shown]
+    grids = [[len(pixels), *[pixels.shape[-1] // patch] * 2] for pixels, _ in made]
+    values = np.concatenate([_tile_patches(pixels, patch) for pixels, _ in made])
+    inputs = {"pixel_values": np.concatenate([pixels for pixels, _ in made])[None]}
+    return Pixels(values, grids, {**inputs, "tiles": [tiles for _, tiles in made]})
+
+
+def _tile_prompt(case: ImageCase, text: list[int], pixels: Pixels) -> list[int]:
+    config, prompt = case.files["config.json"], text[:5]
+    for index, (grid, (rows, columns)) in enumerate(zip(pixels.grids, pixels.inputs.get("tiles", []), strict=True)):
+        soft = [IMAGE] * (grid[1] // config["scale_factor"]) ** 2
+        prompt += text[6 + index : 9 + index]
+        for row in range(rows):
+            prompt += [each for column in range(columns) for each in (START, TILES[row][column], *soft)]
+            prompt += [NEWLINE] if row < rows - 1 else [NEWLINES]
+        prompt += [START, END, *soft, START]
+    return prompt + text[20 : 24 if pixels.grids else 40]
 
 
 def _inputs(kinds: bool, model: Any, prompt: list[int], pixels: Pixels, dtype: torch.dtype) -> dict[str, Any]:
@@ -179,7 +218,37 @@ def _mistral3(name: str, text: dict[str, Any]) -> ImageCase:
     return _case(name, config, settings, lambda own: PixtralImageProcessorPil(**own), _rows_of_tokens)
 
 
+def _idefics3(kind: str, tower: dict[str, Any], scale: int, settings: dict[str, Any], plans: Any) -> ImageCase:
+    config = {
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "model_type": kind.lower(),
+        "image_token_id": IMAGE,
+        "scale_factor": scale,
+        "tie_word_embeddings": False,
+        "vision_config": {**_TOWER, "model_type": f"{kind.lower()}_vision", **tower},
+        "text_config": {**_TEXT, "model_type": "llama", "pad_token_id": None},
+    }
+    own = {"image_processor_type": f"{kind}ImageProcessor", "max_image_size": {"longest_edge": tower["image_size"]}}
+    files = {"config.json": config, "preprocessor_config.json": {**own, **settings}}
+    ways = (_tile_pixels, _tile_prompt, _rows, functools.partial(_inputs, False))
+    return ImageCase(kind.lower(), files, plans, *ways)
+
+
 CASES = (
+    _idefics3(
+        "Idefics3",
+        {"image_size": 18, "num_hidden_layers": 2},
+        2,
+        {"size": {"longest_edge": 36}},
+        {"text": Plan(), "one": Plan(((40, 56),)), "several": Plan(((20, 61), (70, 9), (30, 30)))},
+    ),
+    _idefics3(
+        "SmolVLM",
+        {"image_size": 16, "patch_size": 2, "num_hidden_layers": 2},
+        4,
+        {"size": {"longest_edge": 40}, "do_image_splitting": False},
+        _PLANS,
+    ),
     _case(
         "llava",
         {
@@ -272,7 +341,9 @@ def _tokenizer() -> Tokenizer:
     made = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
     made.decoder = decoders.Fuse()
     made.normalizer = normalizers.Sequence([])
-    special = ("<boi>", "<soft>", "<eoi>", "<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    marks = ("<boi>", "<soft>", "<eoi>", "<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    tiles = (f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+    special = (*marks, "<fake_token_around_image>", "<global-img>", *tiles)
     made.add_special_tokens([AddedToken(token, special=True) for token in special])
     return made
 
@@ -288,11 +359,15 @@ def expansions() -> dict[str, Any]:
     gemma = SimpleNamespace(full_image_sequence=f"\n\n<boi>{'<soft>' * 4}<eoi>\n\n")
     pixtral = SimpleNamespace(patch_size=4, spatial_merge_size=2, image_token="[IMG]")
     pixtral.image_break_token, pixtral.image_end_token = "[IMG_BREAK]", "[IMG_END]"
+    idefics = SimpleNamespace(image_token="<image>", image_seq_len=4, global_image_tag="<global-img>")
+    idefics.fake_image_token = "<fake_token_around_image>"
     squares = [np.zeros((3, 8, 8))] * 2
     ways = {
         "clip": ("<image>", LlavaProcessor, clip, {"pixel_values": squares}, [(8, 8)] * 2),
         "siglip": ("<boi>", Gemma3Processor, gemma, {"num_crops": [0, 0]}, [(8, 8)] * 2),
         "pixtral": ("[IMG]", PixtralProcessor, pixtral, {"image_sizes": [(16, 8), (8, 24)]}, [(16, 8), (8, 24)]),
+        # sizes are rows and columns of tiles
+        "idefics3": ("<image>", Idefics3Processor, idefics, {"rows": [[2, 0]], "cols": [[1, 0]]}, [(2, 1), (0, 0)]),
     }
     for family, (mark, processor, own, inputs, sizes) in ways.items():
         rows = []
@@ -307,7 +382,12 @@ def expansions() -> dict[str, Any]:
 
 # ---- pictures
 
-_KINDS = {"clip": CLIPImageProcessorPil, "siglip": Gemma3ImageProcessorPil, "pixtral": PixtralImageProcessorPil}
+_KINDS = {
+    "clip": CLIPImageProcessorPil,
+    "siglip": Gemma3ImageProcessorPil,
+    "pixtral": PixtralImageProcessorPil,
+    "idefics3": Idefics3ImageProcessorPil,
+}
 DIGESTED: Sequence[dict[str, Any]] = (
     {"kind": "clip", "patch": 14, "settings": {"size": {"shortest_edge": 336}, "crop_size": 336}},
     {"kind": "clip", "patch": 8, "settings": {"size": {"height": 40, "width": 23}, "crop_size": 32, "resample": 2}},
@@ -325,6 +405,26 @@ DIGESTED: Sequence[dict[str, Any]] = (
     {"kind": "siglip", "patch": 14, "merge": 4, "settings": {"size": {"height": 896, "width": 896}, "resample": 3}},
     {"kind": "pixtral", "patch": 14, "merge": 2, "settings": {"size": {"longest_edge": 1540}}},
     {"kind": "pixtral", "patch": 16, "settings": {"size": {"longest_edge": 100}, "do_normalize": False}},
+    {
+        "kind": "idefics3",
+        "patch": 16,
+        "merge": 2,
+        "settings": {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 64}},
+    },
+    {
+        "kind": "idefics3",
+        "patch": 14,
+        "settings": {"size": {"longest_edge": 100}, "max_image_size": {"longest_edge": 54}, "resample": 3},
+    },
+    {
+        "kind": "idefics3",
+        "patch": 16,
+        "settings": {
+            "size": {"longest_edge": 200},
+            "max_image_size": {"longest_edge": 96},
+            "do_image_splitting": False,
+        },
+    },
 )
 """Processors whose pixels are digested: family, pixels of a patch, patches of a token's side, and settings."""
 
@@ -346,6 +446,9 @@ def _digested(each: Mapping[str, Any], shown: Mapping[str, Callable[[], PIL.Imag
 
 
 def _digest(process: Any, image: PIL.Image.Image, patch: int, options: Mapping[str, Any]) -> list[Any] | None:
+    if isinstance(process, Idefics3ImageProcessorPil):
+        pixels, tiles = _tiles(process, image)
+        return [list(tiles), hashlib.sha256(_tile_patches(pixels, patch).tobytes()).hexdigest()]
     try:
         (pixels,) = process(images=[image], return_tensors="np", **options)["pixel_values"]
     except ValueError:

@@ -21,6 +21,7 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4_text"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4_unified_text"),
+    "Idefics3ForConditionalGeneration": ("idefics3", "llama"),
     "Kimi_K25ForConditionalGeneration": ("kimi_k25", "deepseek_v3"),
     "Llama4ForConditionalGeneration": ("llama4", "llama4_text"),
     "LlavaForConditionalGeneration": ("llava", "llama"),
@@ -31,6 +32,7 @@ WRAPPERS = {
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_vl_moe_text"),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text"),
+    "SmolVLMForConditionalGeneration": ("smolvlm", "llama"),
 }
 """Model type of each wrapper, and of its text model; Gemma 3n's needs a package that the oracle lacks."""
 _SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}

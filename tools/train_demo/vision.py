@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -283,7 +284,8 @@ def accuracy(model: Model, params: Tree, data: Iterator[Batch], count: int) -> f
 
 def write(out: pathlib.Path, config_json: dict[str, Any], model: Model, params: Tree, tokenizer: Tokenizer) -> None:
     """Write the folder as `transformers` reads it: weights in bfloat16."""
-    save_params(out, params, with_names(model.specs, wrapped_name), config_json, "bfloat16")
+    spell = functools.partial(wrapped_name, config_json)
+    save_params(out, params, with_names(model.specs, spell), config_json, "bfloat16")
     tokenizer.save(str(out / "tokenizer.json"))
     text = config_json["text_config"]
     write_json(out / "tokenizer_config.json", tokenizer_config() | {"model_max_length": 1024})

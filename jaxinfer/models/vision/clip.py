@@ -25,7 +25,6 @@ from jaxinfer.models.vision.vit import (
     SquareConfig,
     SquareTower,
     blocks,
-    image_token,
     layers_up_to,
     projected,
     projector,
@@ -53,12 +52,11 @@ class ClipConfig(SquareConfig, ProjectedConfig):
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read = vision_reader(config_json, "clip_vision_model", _DEFAULTS)
+        read = vision_reader(config_json, ("clip_vision_model",), _DEFAULTS)
         ConfigReader(config_json).choice("vision_feature_select_strategy", "default", ("default",))
         fields = vit_fields(read, config_json)
         return ClipConfig(
             **fields | {"depth": layers_up_to(config_json, fields["depth"], -2)},
-            image_token=image_token(config_json, 32000),
             norm_eps=read.number("layer_norm_eps", 1e-5),
             side=square_side(read),
             **projector_fields(config_json, bias=True),

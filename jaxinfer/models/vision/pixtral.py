@@ -22,7 +22,6 @@ from jaxinfer.models.vision.tower import Grid, Tower, VisionFamily
 from jaxinfer.models.vision.vit import (
     ProjectedConfig,
     blocks,
-    image_token,
     layers_up_to,
     patch_order,
     patch_weight,
@@ -67,14 +66,13 @@ class PixtralConfig(ProjectedConfig):
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read, outer = vision_reader(config_json, "pixtral", _DEFAULTS), ConfigReader(config_json)
+        read, outer = vision_reader(config_json, ("pixtral",), _DEFAULTS), ConfigReader(config_json)
         fields, text = vit_fields(read, config_json), ConfigReader(text_model(config_json))
         read.require(
             fields["hidden_size"] % (4 * fields["heads"]) == 0, "hidden_size", "must give heads of 4 n numbers"
         )
         return PixtralConfig(
             **fields | {"depth": layers_up_to(config_json, fields["depth"], -1)},
-            image_token=image_token(config_json, 10),
             norm_eps=_EPS,
             merged=outer.positive("spatial_merge_size", 2) ** 2,
             theta=_theta(read),

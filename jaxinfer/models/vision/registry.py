@@ -21,6 +21,8 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = Lazy(
         "LlavaForConditionalGeneration": "clip:LLAVA",
         "Gemma3ForConditionalGeneration": "siglip:GEMMA3",
         "Mistral3ForConditionalGeneration": "pixtral:MISTRAL3",
+        "Idefics3ForConditionalGeneration": "idefics3:IDEFICS3",
+        "SmolVLMForConditionalGeneration": "idefics3:IDEFICS3",
     },
 )
 

@@ -30,7 +30,6 @@ class VitConfig(ShortRepr):
         patch: pixels of a patch's side.
     """
 
-    image_token: int
     width: int
     hidden_size: int
     intermediate_size: int
@@ -84,14 +83,14 @@ SQUARE_PREFIX = "vision_tower.vision_model"
 """Prefix of the tensors of CLIP and SigLIP."""
 
 
-def vision_reader(config_json: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> ConfigReader:
+def vision_reader(config_json: Mapping[str, Any], kinds: tuple[str, ...], defaults: Mapping[str, Any]) -> ConfigReader:
     """Return a reader of ``vision_config``.
 
     Raises:
-        ConfigError: it is no object, or its model type is not ``kind``.
+        ConfigError: it is no object, or its model type is none of ``kinds``.
     """
     read = vision_config(config_json, defaults)
-    read.choice("model_type", kind, (kind,))
+    read.choice("model_type", kinds[0], kinds)
     return read
 
 
@@ -113,12 +112,6 @@ def vit_fields(read: ConfigReader, config_json: Mapping[str, Any]) -> dict[str, 
         "patch": read.positive("patch_size"),
         "activation": read.choice("hidden_act", "gelu", tuple(ACTIVATIONS)),
     }
-
-
-def image_token(config_json: Mapping[str, Any], default: int) -> int:
-    """Read the id of the tokens that stand for rows of an image, of which config.json has one of two names."""
-    read = ConfigReader(config_json)
-    return read.positive("image_token_id" if "image_token_id" in config_json else "image_token_index", default)
 
 
 def square_side(read: ConfigReader) -> int:
@@ -166,10 +159,10 @@ def patch_weight(name: str, cfg: VitConfig) -> ParamSpec:
     return ParamSpec((cfg.hidden_size, cfg.values), (None, None), sources=(source,))
 
 
-def square_specs(cfg: SquareConfig) -> dict[str, Any]:
+def square_specs(cfg: SquareConfig, prefix: str = SQUARE_PREFIX) -> dict[str, Any]:
     """Return the parameters that CLIP and SigLIP have in common: the projection of patches, and the layers."""
-    layers = {f"layers_{i}": _layer_specs(cfg, f"{SQUARE_PREFIX}.encoder.layers.{i}") for i in range(cfg.depth)}
-    return {"patch": patch_weight(f"{SQUARE_PREFIX}.embeddings.patch_embedding.weight", cfg), **layers}
+    layers = {f"layers_{i}": _layer_specs(cfg, f"{prefix}.encoder.layers.{i}") for i in range(cfg.depth)}
+    return {"patch": patch_weight(f"{prefix}.embeddings.patch_embedding.weight", cfg), **layers}
 
 
 def _layer_specs(cfg: VitConfig, prefix: str) -> dict[str, Any]:

@@ -61,4 +61,7 @@ def encoded(image: ImageInput) -> Encoded:
 def decoded(plain: Encoded) -> ImageInput:
     """Return the image of plain data, see `encoded`; the patches are read-only."""
     data, dtype, shape, others = plain
-    return ImageInput(np.frombuffer(data, dtype).reshape(shape), **{**others, "grid": tuple(others["grid"])})
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in others.items()
+    }
+    return ImageInput(np.frombuffer(data, dtype).reshape(shape), **fields)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import LLM, SamplingParams, load_model
+from jaxinfer.images.expansion import pieces_of
 from jaxinfer.images.processor import Processor, normalised
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.tower import Vision
@@ -46,9 +47,9 @@ def images_of(model: Model, scene: Scene) -> list[ImageInput]:
 
 def by_row(rows: np.ndarray, grid: tuple[int, int, int], merge: int) -> np.ndarray:
     """Return patches row by row, of patches of which those of a token are consecutive."""
-    _, height, width = grid
-    parts = rows.reshape(height // merge, width // merge, merge, merge, -1)
-    return parts.transpose(0, 2, 1, 3, 4).reshape(height * width, -1)
+    frames, height, width = grid
+    parts = rows.reshape(frames, height // merge, width // merge, merge, merge, -1)
+    return parts.swapaxes(2, 3).reshape(len(rows), -1)
 
 
 def pixel_faults(model: Model, scene: Scene) -> list[str]:
@@ -67,8 +68,8 @@ def row_error(model: Model, scene: Scene, extra: int = 0) -> float:
         extra: rows of padding in the program.
     """
     vision, params = vision_of(model), model.params[VISION]
-    images = images_of(model, scene)
-    rows = np.concatenate([vision.encode(params, image, len(image.patches) + extra) for image in images])
+    frames = [frame for image in images_of(model, scene) for frame in image.frames]
+    rows = np.concatenate([vision.encode(params, frame, len(frame.patches) + extra) for frame in frames])
     error = np.abs(rows.astype(np.float64) - scene.rows).max()
     return float(error / allowed(scene.rows_error, np.abs(scene.rows).max()))
 
@@ -131,8 +132,8 @@ def edited(name: str, field: str, value: Any) -> dict[str, Any]:
 def _unexpanded(scene: Scene, process: Processor) -> list[int]:
     """Return the prompt of a scene with placeholders."""
     prompt, done = list(scene.prompt), 0
-    for frames, height, width in scene.grids:
-        piece = process.expand((frames, height, width))
+    for shown in scene.pictures:
+        (piece,) = pieces_of(process, process.prepare(picture(*shown)))
         done = next(at for at in range(done, len(prompt)) if prompt[at : at + len(piece)] == piece)
         prompt[done : done + len(piece)] = [process.image_token]
         done += 1

@@ -219,10 +219,10 @@ def test_requests(request):
 def test_pixels_of_an_image_arrive():
     patches = np.random.default_rng(0).integers(0, 256, (6, 8), np.uint8)
     for pixels in (patches, patches[:, ::2], patches.T):
-        image = ImageInput(pixels, (1, 2, 3), "digest")
+        image = ImageInput(pixels, (1, 2, 3), "digest", tiles=(2, 1))
         request = Request("a", (1,), SamplingParams(), images=(PlacedImage(0, 1, image),))
         ((start, stop, arrived),) = decode_request(encode_request(request), 0.0).images
-        assert (start, stop, arrived.digest, arrived.grid) == (0, 1, "digest", (1, 2, 3))
+        assert (start, stop, arrived.digest, arrived.grid, arrived.tiles) == (0, 1, "digest", (1, 2, 3), (2, 1))
         assert arrived.patches.dtype == np.uint8
         np.testing.assert_array_equal(arrived.patches, pixels)
 

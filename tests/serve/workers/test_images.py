@@ -106,7 +106,7 @@ def test_many_fuzzed_files_end_no_helper(fresh_seed: int) -> None:
 def test_images_as_plain_data(dtype: type) -> None:
     patches = np.arange(24).astype(dtype).reshape(6, 4)
     for given in (patches, patches[::-1, ::2]):
-        image = ImageInput(given, (1, 2, 3), "digest")
+        image = ImageInput(given, (1, 2, 3), "digest", tiles=(2, 3))
         found = decoded(decode(encode(encoded(image))))
         assert found == image
         assert found.patches.dtype == dtype
