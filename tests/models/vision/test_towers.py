@@ -1,4 +1,4 @@
-"""LLaVA's, Gemma 3's and Mistral 3's vision against transformers."""
+"""LLaVA's, Gemma 3's, Mistral 3's and Idefics3's vision against transformers."""
 
 from typing import Any
 
@@ -21,14 +21,26 @@ from tests.models.vision.towers import (
 )
 
 MISTRAL: dict[str, Any] = {"break_token": 63, "end_token": 61}
+TILES = ((55, 58), (59, 63))
+IDEFICS: dict[str, Any] = {
+    "tokens": (
+        ("<fake_token_around_image>", 60),
+        ("<global-img>", 61),
+        ("\n", 56),
+        ("\n\n", 57),
+        *((f"<row_{row + 1}_col_{column + 1}>", TILES[row][column]) for row in range(2) for column in range(2)),
+    )
+}
 TOKENS: dict[str, dict[str, Any]] = {
     "llava": {},
     "gemma3": {"newlines": (56, 57)},
     "mistral3": MISTRAL,
     "mistral3-ministral3": MISTRAL,
+    "idefics3": IDEFICS,
+    "smolvlm": IDEFICS,
 }
 """Fields of the processor that the vocabulary of the golden files sets."""
-EXTRA = {"llava": 16, "gemma3": 16, "mistral3": 28, "mistral3-ministral3": 28}
+EXTRA = {"llava": 16, "gemma3": 16, "mistral3": 28, "mistral3-ministral3": 28, "idefics3": 16, "smolvlm": 16}
 """Rows of padding in a program."""
 
 
@@ -66,6 +78,8 @@ OVERLOOKED: dict[str, tuple[dict[str, Any], ...]] = {
     "gemma3": ({"activation": "gelu"},),
     "mistral3": ({"theta": 60.0}, {"projector_eps": 1e-2}, {"activation": "gelu"}),
     "mistral3-ministral3": ({"theta": 60.0},),
+    "idefics3": ({"activation": "gelu"}, {"norm_eps": 1e-2}),
+    "smolvlm": ({"activation": "gelu"}, {"norm_eps": 1e-2}),
 }
 
 
@@ -89,6 +103,12 @@ def test_an_overlooked_switch_is_noticed(loaded: tuple[str, Model]) -> None:
         ("gemma3", "mm_tokens_per_image", 25),
         ("gemma3", "vision_config.model_type", "clip_vision_model"),
         ("gemma3", "vision_config.hidden_act", "tanh"),
+        ("idefics3", "scale_factor", 3),
+        ("idefics3", "scale_factor", 0),
+        ("idefics3", "vision_config.model_type", "clip_vision_model"),
+        ("idefics3", "vision_config.image_size", [18, 18]),
+        ("idefics3", "vision_config.image_size", 100),
+        ("idefics3", "vision_config.hidden_act", "tanh"),
         ("mistral3", "vision_config", 3),
         ("mistral3", "vision_feature_layer", [1, 2]),
         ("mistral3", "spatial_merge_size", 0),

@@ -22,7 +22,7 @@ from tools.oracle.pictures import picture
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "images"
 SCENES = ("one", "several")
-NAMES = ("llava", "gemma3", "mistral3", "mistral3-ministral3")
+NAMES = ("llava", "gemma3", "mistral3", "mistral3-ministral3", "idefics3", "smolvlm")
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
