@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import os
 import json
 import pathlib
 import time
@@ -26,14 +27,19 @@ METHOD = {
 
 
 class Quiet:
-    """Measure the share of the machine that other programs use from now on."""
+    """Measure the share of the machine that other programs use from now on: all but this process and its children that
+    have ended."""
 
     def __init__(self) -> None:
-        self._start, self._busy, self._own_busy = time.monotonic(), machine.busy_seconds(), time.process_time()
+        self._start, self._busy, self._own_busy = time.monotonic(), machine.busy_seconds(), _own_seconds()
 
     def others(self, cores: int) -> float:
-        used = (machine.busy_seconds() - self._busy) - (time.process_time() - self._own_busy)
+        used = (machine.busy_seconds() - self._busy) - (_own_seconds() - self._own_busy)
         return max(0.0, used / (time.monotonic() - self._start) / cores)
+
+
+def _own_seconds() -> float:
+    return sum(os.times()[:4])
 
 
 def base(options: argparse.Namespace, threads: int, others: float) -> dict[str, Any]:

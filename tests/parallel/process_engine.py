@@ -13,13 +13,17 @@ import sys
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.leader import follow
 from jaxinfer.loading import start_engine, start_follower
+from jaxinfer.models.model import Model
+from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.group import Group, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
-from jaxinfer.types import Request
+from jaxinfer.types import PlacedImage, Request
 from tests.fakes import mixed_params
 from tests.lora.drawn import drawn
 
@@ -42,7 +46,7 @@ _AMID = 6  # steps
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """Work of a process. ``settings``: overrides of `TIGHT`; ``greedy``: greedy tokens only, without logprobs;
-    ``loras``: names of adapters, the last of which is loaded while requests run."""
+    ``loras``: names of adapters, the last of which is loaded while requests run; ``images``: most prompts have some."""
 
     number: int
     processes: int
@@ -52,6 +56,7 @@ class Work:
     greedy: bool
     settings: dict[str, Any]
     loras: list[str] = dataclasses.field(default_factory=list)
+    images: bool = False
 
 
 def request(number: int, vocab: int, greedy: bool) -> Request:
@@ -65,23 +70,39 @@ def request(number: int, vocab: int, greedy: bool) -> Request:
     return Request(f"r{number}", tuple(prompt), params)
 
 
-def add(engine: EngineCore, vocab: int, work: Work, numbers: range, loras: list[str]) -> None:
+def with_images(request: Request, number: int, vision: Vision) -> Request:
+    """Return the request with images within its prompt, some of which other requests have, too."""
+    text = [min(token, min(vision.placeholders) - 1) for token in request.prompt_token_ids[:40]]
+    prompt, placed = text[: 1 + number % 7], list[PlacedImage]()
+    for seed in (number % 5, 5 + number)[: number % 3]:
+        image = vision.processor.prepare(np.random.default_rng(seed).integers(0, 256, (90, 70 + 9 * seed, 3), np.uint8))
+        start = len(prompt)
+        prompt += vision.processor.expand(image.grid)
+        placed.append(PlacedImage(start, len(prompt), image))
+    prompt = (*prompt, *text[1 + number % 7 :], 5)
+    return dataclasses.replace(request, prompt_token_ids=prompt, images=tuple(placed))
+
+
+def add(engine: EngineCore, model: Model, work: Work, numbers: range, loras: list[str]) -> None:
     """Add requests that use no adapter and each of ``loras`` in turn."""
     refs = [None, *(engine.loras.load(name, name) for name in loras)] if engine.loras else [None]
     for number in numbers:
-        engine.add(dataclasses.replace(request(number, vocab, work.greedy), lora=refs[number % len(refs)]))
+        asked = request(number, model.config.vocab_size, work.greedy)
+        if work.images and model.vision is not None:
+            asked = with_images(asked, number, model.vision)
+        engine.add(dataclasses.replace(asked, lora=refs[number % len(refs)]))
 
 
-def run(engine: EngineCore, vocab: int, work: Work) -> dict[str, Any]:
+def run(engine: EngineCore, model: Model, work: Work) -> dict[str, Any]:
     """Return the tokens and logprobs of each sample, and the engine statistics that the tests check."""
     found: dict[str, list[Any]] = {}
     half = work.requests // 2 if work.loras else work.requests
-    add(engine, vocab, work, range(half), work.loras[:-1])
+    add(engine, model, work, range(half), work.loras[:-1])
     for step in itertools.count():
         if not engine.has_work:
             break
         if step == _AMID and work.loras:
-            add(engine, vocab, work, range(half, work.requests), work.loras)
+            add(engine, model, work, range(half, work.requests), work.loras)
         for delta in engine.step():
             logprobs = [repr(each) for each in (*delta.logprobs, *(delta.prompt_logprobs or ()))]
             found.setdefault(f"{delta.request_id}.{delta.index}", []).extend([*delta.token_ids, *logprobs])
@@ -91,6 +112,7 @@ def run(engine: EngineCore, vocab: int, work: Work) -> dict[str, Any]:
         "found": found,
         "preempted": sum(stats.preemptions.values()),
         "hits": stats.prefix_hits,
+        "encoded": [stats.encoder_queries, stats.encoder_hits],
         "compiled": stats.compilations,
     }
 
@@ -114,7 +136,7 @@ def main() -> None:
     if group is not None and work.number:
         follow(start_follower(work.model, config, group, compilation_cache_dir="")[2], group)
     model, engine = start_engine(work.model, config, compilation_cache_dir="", show_progress=False, group=group)
-    print(json.dumps(run(engine, model.config.vocab_size, work)), flush=True)
+    print(json.dumps(run(engine, model, work)), flush=True)
     os._exit(0)  # the other processes detect the exit
 
 

@@ -91,3 +91,24 @@ def test_adapters_that_are_loaded_amid_requests_are_in_every_process(repo):
     want, got = (given(repo, count, 2 // count, settings, loras=loras) for count in (1, 2))
     assert got["found"] == want["found"]
     assert got["compiled"] == 0
+
+
+IMAGES = {
+    "a stage in each of two": {"pipeline_parallel_size": 2},
+    "a stage over two": {"tensor_parallel_size": 2},
+    "a replica in each of two": {"data_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_several_processes_have_the_bits_of_one(repo, name):
+    """The tower is in the processes of the first stage, whose encoder caches evict and keep the same images."""
+    work = {"model": "demo-vision", "images": True}
+    settings = {**IMAGES[name], "encoder_cache_size": 144}
+    want, got = (given(repo, count, 2 // count, settings, **work) for count in (1, 2))
+    assert got["found"] == want["found"]
+    assert got["encoded"] == want["encoded"]
+    assert min(got["encoded"]) > 0
+    assert got["compiled"] == 0
+    assert got["preempted"]
