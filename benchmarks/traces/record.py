@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import os
 import json
+import os
 import pathlib
 import time
 from collections.abc import Mapping
