@@ -276,6 +276,20 @@ def test_a_uuid_stands_for_an_earlier_image() -> None:
     run(test)
 
 
+def test_images_of_more_tokens_than_the_context_are_refused() -> None:
+    async def test() -> None:
+        async with watched() as (http, seen):
+            large = url_of(file_of(64, 64))
+            answer = await asked(http, [part_of(large)] * 3)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
+            body = {"messages": [{"role": "user", "content": [part_of(large)] * 3}]}
+            answer = await http.post("/tokenize", json=body)
+            assert answer.status_code == 400, answer.text
+            assert seen == []
+
+    run(test)
+
+
 def test_errors_of_the_engine_name_the_part() -> None:
     async def test() -> None:
         async with serving(vision=fake_images(), limits=LIMITS) as running, running.http() as http:
