@@ -12,7 +12,6 @@ from jaxinfer.images.expansion import reads_videos, stamped
 from jaxinfer.images.processor import ImageError, Processor, options_for
 from jaxinfer.images.source import picture_of
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.text.contents import NO_CONTAINERS
 from jaxinfer.types import ImageInput
 
 _TEXTS = ("prompt", "prompt_token_ids")
@@ -47,7 +46,7 @@ class HeldImage(NamedTuple):
         if not reads_videos(processor):
             raise RequestError(self.field, "is a video, and the model reads images alone")
         if isinstance(self.source, _NO_FRAMES) or not hasattr(self.source, "__len__"):
-            raise RequestError(self.field, NO_CONTAINERS)
+            raise RequestError(self.field, "is no list of frames: containers such as MP4 are not decoded")
         count, fps = len(self.source), options_for(True, self.options)["fps"]
         try:
             processor.frame_times(count, fps)

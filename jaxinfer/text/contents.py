@@ -27,7 +27,6 @@ IMAGE, VIDEO = "image", "video"
 """Types of the parts that templates see in place of images and videos."""
 _FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 _FRAME = "data:image/jpeg;base64,"
-NO_CONTAINERS = "must be a list of frames, each an image: containers such as MP4 are not decoded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,7 @@ def video_part(path: str, part: Mapping[str, Any]) -> GivenImage:
     if isinstance(given, str) and (head := _FRAMES.match(given)):
         given = [_FRAME + frame for frame in given[head.end() :].split(",")]
     if isinstance(given, str | bytes | os.PathLike) or not hasattr(given, "__len__"):
-        _refuse(f"{path}.{name}", given, NO_CONTAINERS)
+        _refuse(f"{path}.{name}", given, "must be a list of frames: containers such as MP4 are not decoded")
     return GivenImage(path, kind, name, given, options, video=True, uuid=uuid)
 
 
