@@ -42,7 +42,7 @@ from outside_processor import make
 from tests.fake_vision import FakeTower, FakeTowerConfig
 
 def config(config_json):
-    return FakeTowerConfig(config_json["hidden_size"], config_json["image_token_id"])
+    return FakeTowerConfig(config_json["hidden_size"])
 
 def specs(cfg):
     return {"projection": plain("visual.projection", (13, cfg.width), (None, None))}

@@ -441,8 +441,10 @@ def test_what_the_partitioner_gives_up_is_found():
 
 
 def test_a_kernel_that_spills_is_found():
-    said = "ptxas warning : Registers are spilled to local memory in function 'fusion_97', 8 bytes spill stores"
-    assert (of_assembler(said).found, of_assembler(said).broken) == ("fusion_97", True)
+    said = "ptxas warning : Registers are spilled to local memory in function '{}', {} bytes spill stores"
+    for name, size, broken in (("decode", 8, True), ("fusion_97", 136, True), ("fusion_97", 8, False)):
+        found = of_assembler(said.format(name, size))
+        assert (found.found, found.broken) == (name if broken else "none", broken)
     assert not of_assembler("").broken
 
 
