@@ -442,9 +442,9 @@ def test_what_the_partitioner_gives_up_is_found():
 
 def test_a_kernel_that_spills_is_found():
     said = "ptxas warning : Registers are spilled to local memory in function '{}', {} bytes spill stores"
-    for name, size, broken in (("decode", 8, True), ("fusion_97", 136, True), ("fusion_97", 8, False)):
+    for name, size, spills in (("decode", 8, True), ("fusion_97", 136, True), ("fusion_97", 8, False)):
         found = of_assembler(said.format(name, size))
-        assert (found.found, found.broken) == (name if broken else "none", broken)
+        assert (found.found, found.broken) == (name if spills else "none", spills)
     assert not of_assembler("").broken
 
 
