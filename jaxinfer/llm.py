@@ -21,7 +21,7 @@ from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.placed import place_images
-from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, timed
+from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, with_timestamps
 from jaxinfer.loading import start_engine
 from jaxinfer.lora.door import LoRAChoice, LoRAFrontend
 from jaxinfer.models.model import Model
@@ -323,7 +323,7 @@ class LLM(LoRAFrontend):
             processor = vision.processor
             if self.tokenizer is not None:
                 processor = for_vocabulary(processor, self.tokenizer.token_to_id)
-            prompt = timed(prompt, images, processor)
+            prompt = with_timestamps(prompt, images, processor)
             ids = self._intake.encode("prompt", prompt) if isinstance(prompt, str) else prompt
             found = [image.prepared(processor) for image in images]
             prompt, placed = place_images("prompt", ids, processor, found)
@@ -370,7 +370,7 @@ class LLM(LoRAFrontend):
             options = mm_processor_kwargs or {}
             held = [HeldImage(i.field, i.source, {**options, **i.options}, i.video) for i in images]
             if self.model.vision is not None:
-                text = timed(text, held, self.model.vision.processor)
+                text = with_timestamps(text, held, self.model.vision.processor)
             # The template adds the special tokens itself.
             prompts.append(ImagePrompt(tokenizer.encode(text, add_special_tokens=False), held))
         asked = use_tqdm if progress is None else progress

@@ -80,7 +80,7 @@ class FakeProcessor:
     def identity(self) -> str:
         return "fake"
 
-    def prepare(self, picture: Image | np.ndarray, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image | np.ndarray, /, **options: Any) -> ImageInput:
         del options
         picture = rgb(picture)
         width, height = (2 * max(1, min(side, SIDE) // 2) for side in picture.size)
@@ -88,8 +88,8 @@ class FakeProcessor:
         patches = pixels.reshape(height // 2, 2, width // 2, 2, 3).swapaxes(1, 2).reshape(-1, VALUES)
         return image_of(np.ascontiguousarray(patches), (1, height, width))
 
-    def expand(self, grid: Grid) -> list[int]:
-        return [IMAGE] * (int(np.prod(grid)) // 4)
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        return [[IMAGE] * (int(np.prod(image.grid)) // 4)]
 
 
 PROCESSOR = FakeProcessor()
@@ -148,7 +148,7 @@ def make_prompt(parts: Sequence[Sequence[int] | ImageInput]) -> tuple[tuple[int,
     tokens, placed = list[int](), list[PlacedImage]()
     for part in parts:
         start = len(tokens)
-        tokens += PROCESSOR.expand(part.grid) if isinstance(part, ImageInput) else part
+        tokens += PROCESSOR.expand(part)[0] if isinstance(part, ImageInput) else part
         if isinstance(part, ImageInput):
             placed.append(PlacedImage(start, len(tokens), part))
     return tuple(tokens), tuple(placed)

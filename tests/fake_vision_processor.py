@@ -42,7 +42,7 @@ class FakeProcessor:
     def identity(self) -> str:
         return repr(self)
 
-    def prepare(self, picture: Image | np.ndarray, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image | np.ndarray, /, **options: Any) -> ImageInput:
         picture = rgb(picture)
         for name, value in options.items():
             if name != "max_pixels" or value > self.max_pixels:
@@ -58,8 +58,8 @@ class FakeProcessor:
         grid = (1, rows, columns)
         return ImageInput(patches, grid, digest_of(self, patches, grid))
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        return [self.image_token] * (grid[1] * grid[2] // 4)
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        return [[self.image_token] * (image.grid[1] * image.grid[2] // 4)]
 
 
 def make(config_json: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> FakeProcessor:

@@ -57,19 +57,22 @@ class TileProcessor(SquareProcessor):
         found = ((name, _either(id_of, name)) for name in names)
         return dataclasses.replace(self, tokens=tuple((name, token) for name, token in found if token is not None))
 
-    def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image.Image | np.ndarray, /, **options: Any) -> ImageInput:
         most = pixel_bounds(options, ("max_pixels",)).get("max_pixels")
         pixels, tiles = self._tiles(rgb(picture), self._longest(most))
         patches = np.concatenate([cut(tile[: self.side, : self.side], self.patch, self.merge) for tile in pixels])
         grid = (len(pixels), self.side // self.patch, self.side // self.patch)
         return ImageInput(patches, grid, digest_of(self, patches, (*grid, *(tiles or ()))), tiles=tiles)
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        return [*self._ids(_AROUND, _WHOLE), *super().expand(grid), *self._ids(_AROUND)]
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        return [self.of_square() if image.tiles is None else self._of_tiles(image.tiles)]
 
-    def expand_tiles(self, tiles: Tiles) -> list[int]:
+    def of_square(self) -> list[int]:
+        return [*self._ids(_AROUND, _WHOLE), *super().of_square(), *self._ids(_AROUND)]
+
+    def _of_tiles(self, tiles: Tiles) -> list[int]:
         """Return the tokens of an image that is cut into tiles."""
-        whole = self.expand((1, 0, 0))
+        whole = self.of_square()
         rows = whole[2:-1]
         made, end = list[int](), self._ids(_NEWLINE)
         for row in range(tiles[0]):

@@ -52,10 +52,10 @@ class PatchProcessor(abc.ABC):
     def most_rows(self) -> int: ...
 
     @abc.abstractmethod
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the tokens of an image of this grid."""
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        """See `jaxinfer.images.processor.Processor`."""
 
-    def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image.Image | np.ndarray, /, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches; raises ImageError, see `jaxinfer.images.processor.Processor`."""
         pixels = self.pixels(rgb(picture), **options)
         grid = (1, pixels.shape[0] // self.patch, pixels.shape[1] // self.patch)
@@ -63,7 +63,7 @@ class PatchProcessor(abc.ABC):
         return ImageInput(patches, grid, digest_of(self, patches, grid))
 
     @abc.abstractmethod
-    def pixels(self, picture: Image.Image, **options: Any) -> np.ndarray:
+    def pixels(self, picture: Image.Image, /, **options: Any) -> np.ndarray:
         """Return the pixels of a resized picture, [height, width, 3]."""
 
     def resized(self, picture: Image.Image, height: int, width: int) -> np.ndarray:
@@ -92,11 +92,15 @@ class SquareProcessor(PatchProcessor):
     def most_rows(self) -> int:
         return int((self.side // self.patch) ** 2)
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        del grid
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        del image
+        return [self.of_square()]
+
+    def of_square(self) -> list[int]:
+        """Return the tokens of a square."""
         return [self.image_token] * (self.most_rows // self.merge**2)
 
-    def pixels(self, picture: Image.Image, **options: Any) -> np.ndarray:
+    def pixels(self, picture: Image.Image, /, **options: Any) -> np.ndarray:
         pixel_bounds(options, ("min_pixels", "max_pixels"))
         return self.square(picture)
 

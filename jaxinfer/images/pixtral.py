@@ -14,6 +14,7 @@ from jaxinfer.images.clip import CLIP_MEAN, CLIP_STD
 from jaxinfer.images.patches import PatchProcessor, patch_settings, pixel_bounds, positive, sides, token_id, tower_sizes
 from jaxinfer.images.pixels import require, value_table
 from jaxinfer.images.processor import ImageError
+from jaxinfer.types import ImageInput
 
 _EDGE = "longest_edge"
 _TOKENS = ("[IMG_BREAK]", "[IMG_END]")
@@ -52,13 +53,13 @@ class PixtralProcessor(PatchProcessor):
     def most_rows(self) -> int:
         return math.prod(-(-bound // self.unit) * self.merge for bound in self.bounds)
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+    def expand(self, image: ImageInput) -> list[list[int]]:
         if self.break_token is None or self.end_token is None:
             raise ImageError(f"the vocabulary must have the tokens {' and '.join(_TOKENS)}")
-        row = [self.image_token] * (grid[2] // self.merge) + [self.break_token]
-        return [*(row * (grid[1] // self.merge))[:-1], self.end_token]
+        row = [self.image_token] * (image.grid[2] // self.merge) + [self.break_token]
+        return [[*(row * (image.grid[1] // self.merge))[:-1], self.end_token]]
 
-    def pixels(self, picture: Image.Image, **options: Any) -> np.ndarray:
+    def pixels(self, picture: Image.Image, /, **options: Any) -> np.ndarray:
         bounds = self._bounds(options)
         height, width = picture.height, picture.width
         ratio = max(height / bounds[0], width / bounds[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # an engine of a text model does not need Pillow
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a model folder that describe its image processor."""
-
-
 DEFAULT_FPS = 2.0
 """Frames per second of a video without a rate, as in transformers."""
 
@@ -58,7 +56,7 @@ class Processor(Protocol):
     @property
     def most_rows(self) -> int: ...
 
-    def prepare(self, picture: Image | np.ndarray, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image | np.ndarray, /, **options: Any) -> ImageInput:
         """Resize an RGB picture, or an array [height, width, 3] uint8, and cut it into patches.
 
         Args:
@@ -68,9 +66,49 @@ class Processor(Protocol):
             ImageError: the picture's shape is not supported, or an option is unknown or out of range.
         """
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        """Return the token ids that replace the placeholder of an image of this grid. A processor that cuts images into
-        tiles also has ``expand_tiles``, which is called with `ImageInput.tiles`."""
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        """Return the token ids that replace each placeholder of an image: one list, or several of a video."""
+
+
+@runtime_checkable
+class VideoProcessor(Processor, Protocol):
+    """Processor of a model that reads videos, too.
+
+    Attributes:
+        video_token: id of the placeholder of a video.
+    """
+
+    @property
+    def video_token(self) -> int: ...
+
+    def prepare_video(
+        self, frames: Iterable[Image | np.ndarray], count: int, /, *, fps: float, **options: Any
+    ) -> ImageInput:
+        """Resize frames, of which one is read at a time, and cut them into patches.
+
+        Args:
+            frames: ``count`` of them.
+            fps: frames per second.
+            options: see `Processor.prepare`.
+
+        Raises:
+            ImageError: as `timestamps`; frames have several sizes, the video has too many tokens, or see
+                `Processor.prepare`.
+        """
+
+    def timestamps(self, count: int, fps: float) -> tuple[float, ...]:
+        """Return the seconds of each step in time.
+
+        Raises:
+            ImageError: there are no frames or too many, or the rate is not positive.
+        """
+
+    def with_timestamps(self, text: str, videos: Sequence[tuple[int, float]]) -> str:
+        """Return a prompt's text with the timestamps of videos before their placeholders, where the model reads them.
+
+        Args:
+            videos: number of frames, and frames per second, of each.
+        """
 
 
 class Identified(Protocol):

@@ -8,8 +8,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from jaxinfer.images.expansion import reads_videos, stamped
-from jaxinfer.images.processor import ImageError, Processor, options_for
+from jaxinfer.images.processor import ImageError, Processor, VideoProcessor, options_for
 from jaxinfer.images.source import picture_of
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput
@@ -37,19 +36,17 @@ class HeldImage(NamedTuple):
     options: Mapping[str, Any] = {}
     video: bool = False
 
-    def timing(self, processor: Any) -> tuple[int, float]:
+    def timing(self, processor: VideoProcessor) -> tuple[int, float]:
         """Return the number of frames of a video, and frames per second.
 
         Raises:
-            RequestError: it is no video that the model reads; names its field.
+            RequestError: it is no list of frames, or there are too many; names its field.
         """
-        if not reads_videos(processor):
-            raise RequestError(self.field, "is a video, and the model reads images alone")
         if isinstance(self.source, _NO_FRAMES) or not hasattr(self.source, "__len__"):
             raise RequestError(self.field, "is no list of frames: containers such as MP4 are not decoded")
         count, fps = len(self.source), options_for(True, self.options)["fps"]
         try:
-            processor.frame_times(count, fps)
+            processor.timestamps(count, fps)
         except ImageError as error:
             raise RequestError(self.field, f": {error}") from error
         return count, fps
@@ -60,10 +57,10 @@ class HeldImage(NamedTuple):
         Raises:
             RequestError: it cannot be read, or an option is not supported; names its field.
         """
-        options, made = options_for(self.video, self.options), cast(Any, processor)
+        options = options_for(self.video, self.options)
         try:
-            if self.video:
-                return made.prepare_video(map(picture_of, self.source), len(self.source), **options)
+            if self.video and isinstance(processor, VideoProcessor):
+                return processor.prepare_video(map(picture_of, self.source), len(self.source), **options)
             return processor.prepare(picture_of(self.source), **options)
         except ImageError as error:
             raise RequestError(self.field, f": {error}") from error
@@ -112,14 +109,19 @@ def image_prompt(prompt: Mapping[str, Any]) -> ImagePrompt:
     return ImagePrompt(texts[0], held)
 
 
-def timed[T: str | Sequence[int]](prompt: T, images: Sequence[HeldImage], processor: Processor) -> T:
-    """Return a prompt, in whose text the times of videos' frames are written where the model reads them (`stamped`).
+def with_timestamps[T: str | Sequence[int]](prompt: T, images: Sequence[HeldImage], processor: Processor) -> T:
+    """Return a prompt, a text with the timestamps of videos where the model reads them.
 
     Raises:
-        RequestError: see `HeldImage.timing`.
+        RequestError: there are videos, and the model reads images alone; or see `HeldImage.timing`.
     """
-    videos = [image.timing(processor) for image in images if image.video]
-    return cast(T, stamped(processor, prompt, videos)) if isinstance(prompt, str) else prompt
+    videos = [image for image in images if image.video]
+    if not videos:
+        return prompt
+    if not isinstance(processor, VideoProcessor):
+        raise RequestError(videos[0].field, "is a video, and the model reads images alone")
+    timings = [video.timing(processor) for video in videos]
+    return cast(T, processor.with_timestamps(prompt, timings)) if isinstance(prompt, str) else prompt
 
 
 def _several(value: Any) -> bool:

@@ -88,12 +88,13 @@ class QwenProcessor:
         thin, enlarged = math.sqrt(MOST_ASPECT * most), least + math.sqrt(MOST_ASPECT * least) + math.sqrt(least) + 1
         return int(max(most, thin, enlarged)) * self.merge**2
 
-    def within(self, rows: int) -> Self:
+    def within(self, rows: int, tokens: int | None = None) -> Self:
         """See `jaxinfer.images.expansion.within`."""
         most = min(self.pixels[1], rows * self.patch**2)
-        return dataclasses.replace(self, pixels=(min(self.pixels[0], most), most), frame_pixels=most)
+        pixels = min(self.pixels[0], most), most
+        return dataclasses.replace(self, pixels=pixels, frame_pixels=most, most_tokens=tokens)
 
-    def prepare(self, picture: Image.Image | np.ndarray, **options: Any) -> ImageInput:
+    def prepare(self, picture: Image.Image | np.ndarray, /, **options: Any) -> ImageInput:
         """Resize a picture and cut it into patches.
 
         Args:
@@ -107,21 +108,11 @@ class QwenProcessor:
         return self._cut([self._resized(picture, height, width)])
 
     def prepare_video(
-        self, frames: Iterable[Image.Image | np.ndarray], count: int, fps: float, **options: Any
+        self, frames: Iterable[Image.Image | np.ndarray], count: int, /, *, fps: float, **options: Any
     ) -> ImageInput:
-        """Resize the frames of a video, one after the other, and cut pairs of them into patches; the last frame is
-        repeated to fill a pair.
-
-        Args:
-            frames: ``count`` of them.
-            fps: frames per second.
-            options: see `prepare`.
-
-        Raises:
-            ImageError: frames have several sizes, there are none or too many, or the rate is not positive; see
-                `prepare`.
-        """
-        pairs, pictures = len(self.frame_times(count, fps)), map(rgb, frames)
+        """See `jaxinfer.images.processor.VideoProcessor`. Pairs of frames become patches; the last frame is repeated to
+        fill a pair."""
+        pairs, pictures = len(self.timestamps(count, fps)), map(rgb, frames)
         first = next(pictures)
         bounds = self._bounds(self.video_pixels, options)
         height, width = self._video_size(count, first.height, first.width, bounds)
@@ -132,12 +123,8 @@ class QwenProcessor:
         step = self.per_second * self.temporal / fps if self.per_second else 1.0
         return dataclasses.replace(self._cut(resized, step), video=True)
 
-    def frame_times(self, count: int, fps: float) -> tuple[float, ...]:
-        """Return the seconds of each pair of frames of a video, the mean of both.
-
-        Raises:
-            ImageError: there are no frames or too many, or the rate is not positive.
-        """
+    def timestamps(self, count: int, fps: float) -> tuple[float, ...]:
+        """See `jaxinfer.images.processor.VideoProcessor`: the mean of each pair of frames."""
         if not 0 < count <= MOST_FRAMES:
             raise ImageError(f"a video of {count} frames: it must have 1 to {MOST_FRAMES}")
         if not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
@@ -145,21 +132,18 @@ class QwenProcessor:
         at = [min(index, count - 1) / fps for index in range(count + -count % self.temporal)]
         return tuple((at[index] + at[index + self.temporal - 1]) / 2 for index in range(0, len(at), self.temporal))
 
-    def stamped(self, text: str, videos: Sequence[tuple[int, float]]) -> str:
-        """See `jaxinfer.images.expansion.stamped`."""
+    def with_timestamps(self, text: str, videos: Sequence[tuple[int, float]]) -> str:
+        """See `jaxinfer.images.processor.VideoProcessor`."""
         parts = text.split(_VIDEO_BLOCK)
         if not self.by_frame or len(parts) != len(videos) + 1:
             return text
-        blocks = ("".join(f"<{at:.1f} seconds>{_VIDEO_BLOCK}" for at in self.frame_times(*each)) for each in videos)
+        blocks = ("".join(f"<{at:.1f} seconds>{_VIDEO_BLOCK}" for at in self.timestamps(*each)) for each in videos)
         return "".join(part + block for part, block in zip(parts, (*blocks, ""), strict=True))
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
-        return [self.image_token] * (math.prod(grid) // self.merge**2)
-
-    def expand_video(self, grid: tuple[int, int, int]) -> list[list[int]]:
-        """Return the token ids that replace each placeholder of a video of this grid."""
-        count, rows = (grid[0], 1) if self.by_frame else (1, grid[0])
-        return [[self.video_token] * (rows * math.prod(grid[1:]) // self.merge**2)] * count
+    def expand(self, image: ImageInput) -> list[list[int]]:
+        steps, token = image.grid[0], self.video_token if image.video else self.image_token
+        pieces = steps if self.by_frame else 1
+        return [[token] * (math.prod(image.grid) // self.merge**2 // pieces)] * pieces
 
     def _video_size(self, frames: int, height: int, width: int, bounds: tuple[int, int]) -> tuple[int, int]:
         if not self.by_frame:

@@ -45,10 +45,10 @@ class SiglipProcessor(SquareProcessor):
         most = len(runs)
         return {(a, b): self.newlines[i + j - 1] for i, a in runs for j, b in runs if i + j <= most}
 
-    def expand(self, grid: tuple[int, int, int]) -> list[int]:
+    def of_square(self) -> list[int]:
         if len(self.newlines) < 2:
             raise ImageError("the vocabulary has no token of two newlines, which are around an image")
-        soft = [self.row_token] * len(super().expand(grid))
+        soft = [self.row_token] * len(super().of_square())
         return [self.newlines[1], self.image_token, *soft, self.end_token, self.newlines[1]]
 
 

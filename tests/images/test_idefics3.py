@@ -1,14 +1,15 @@
 """Image processor of Idefics3 and SmolVLM against transformers."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxinfer.images.expansion import pieces_of, reads_videos
 from jaxinfer.images.idefics3 import TileProcessor, make
-from jaxinfer.images.processor import ImageError, smallest_image
-from tests.images.towers import cases_of, faults, id_of, noise, prompt_faults
+from jaxinfer.images.processor import ImageError, VideoProcessor, smallest_image
+from jaxinfer.types import ImageInput
+from tests.images.towers import cases_of, faults, id_of, noise, prompt_faults, shaped
 
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 NAMES = (AROUND, WHOLE, "\n", "\n\n", *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)))
@@ -37,28 +38,33 @@ def test_prompts_are_those_of_transformers() -> None:
     assert prompt_faults("idefics3", process) == []
 
 
+def tiled(tiles: tuple[int, int] | None) -> ImageInput:
+    return dataclasses.replace(shaped((1, 4, 4)), tiles=tiles)
+
+
 def test_tokens_of_tiles_are_between_those_of_the_vocabulary() -> None:
     soft, process = [7] * 4, processor().with_tokens(IDS.get)
-    assert process.expand((1, 4, 4)) == [100, 101, *soft, 100]
+    assert process.expand(tiled(None)) == [[100, 101, *soft, 100]]
     whole = [103, 100, 101, *soft, 100]
-    assert process.expand_tiles((1, 2)) == [100, 104, *soft, 100, 105, *soft, *whole]
-    assert process.expand_tiles((2, 1)) == [100, 104, *soft, 102, 100, 107, *soft, *whole]
+    assert process.expand(tiled((1, 2))) == [[100, 104, *soft, 100, 105, *soft, *whole]]
+    assert process.expand(tiled((2, 1))) == [[100, 104, *soft, 102, 100, 107, *soft, *whole]]
 
 
 @pytest.mark.parametrize("spelt", ["\n", "Ċ"])
 def test_two_newlines_may_be_one_token(spelt: str) -> None:
     """Vocabularies of bytes spell a newline otherwise."""
     ids = {name: token for name, token in IDS.items() if "\n" not in name}
-    both = processor().with_tokens({**ids, spelt: 5, spelt * 2: 6}.get).expand_tiles((2, 1))
+    (both,) = processor().with_tokens({**ids, spelt: 5, spelt * 2: 6}.get).expand(tiled((2, 1)))
     assert (both.count(5), both.count(6)) == (1, 1)
-    assert processor().with_tokens({**ids, spelt: 5}.get).expand_tiles((2, 1)).count(5) == 3
+    (one,) = processor().with_tokens({**ids, spelt: 5}.get).expand(tiled((2, 1)))
+    assert one.count(5) == 3
 
 
 @pytest.mark.parametrize("name", [AROUND, WHOLE, "\n", "<row_1_col_2>"])
 def test_a_vocabulary_without_a_token_is_refused(name: str) -> None:
     ids = {other: token for other, token in IDS.items() if other != name}
     with pytest.raises(ImageError) as refused:
-        processor().with_tokens(ids.get).expand_tiles((1, 2))
+        processor().with_tokens(ids.get).expand(tiled((1, 2)))
     assert repr(name) in str(refused.value)
 
 
@@ -72,7 +78,7 @@ def test_each_tile_and_the_whole_picture_are_frames(height: int, width: int, til
     assert (image.tiles, image.grid) == (tiles, (tiles[0] * tiles[1] + 1, 4, 4))
     assert [frame.patches.shape for frame in image.frames] == [(process.most_rows, 48)] * image.grid[0]
     assert not any(frame.video for frame in image.frames)
-    (piece,) = pieces_of(process, image)
+    (piece,) = process.expand(image)
     assert piece.count(7) * 4 == len(image.patches)
 
 
@@ -97,7 +103,7 @@ def test_the_smallest_image_is_one_tile() -> None:
 
 
 def test_videos_are_not_read() -> None:
-    assert not reads_videos(processor())
+    assert not isinstance(processor(), VideoProcessor)
 
 
 @pytest.mark.parametrize("options", [{"max_pixels": 0}, {"min_pixels": 4}, {"do_image_splitting": False}])

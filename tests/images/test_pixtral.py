@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.images.pixtral import PixtralProcessor, make
 from jaxinfer.images.processor import ImageError
-from tests.images.towers import cases_of, faults, id_of, noise, prompt_faults
+from tests.images.towers import cases_of, faults, id_of, noise, prompt_faults, shaped
 
 SETTINGS: dict[str, Any] = {"size": {"longest_edge": 40}}
 
@@ -28,12 +28,12 @@ def test_prompts_are_those_of_transformers() -> None:
 
 
 def test_tokens_of_mistral_are_the_default() -> None:
-    assert processor().expand((1, 4, 4)) == [10, 10, 12, 10, 10, 13]
+    assert processor().expand(shaped((1, 4, 4))) == [[10, 10, 12, 10, 10, 13]]
 
 
 def test_a_vocabulary_without_the_tokens_is_refused() -> None:
     with pytest.raises(ImageError, match="IMG_END"):
-        processor().with_tokens({"[IMG_BREAK]": 3}.get).expand((1, 4, 4))
+        processor().with_tokens({"[IMG_BREAK]": 3}.get).expand(shaped((1, 4, 4)))
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 40), (39, 41), (500, 37), (1, 40), (100, 100)])

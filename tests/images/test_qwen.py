@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxinfer.images.decode import decode_picture
-from jaxinfer.images.expansion import within
 from jaxinfer.images.processor import ImageError, normalised
 from jaxinfer.images.qwen import MOST_ASPECT, MOST_FRAMES, QwenProcessor, fitted, make
+from tests.images.towers import shaped
 from tools.oracle.pictures import FILES, HANDED, picture, pixels
 
 DIGESTS = json.loads((pathlib.Path(__file__).resolve().parents[1] / "goldens/images/pictures.json").read_text())
@@ -112,7 +112,7 @@ def test_other_options_are_refused(options: dict[str, Any], named: str) -> None:
 def test_an_image_is_its_tokens_in_a_prompt() -> None:
     process = processor()
     image = process.prepare(picture(56, 84, 0))
-    assert process.expand(image.grid) == [IMAGE] * 6
+    assert process.expand(image) == [[IMAGE] * 6]
 
 
 def test_digests_tell_pixels_and_settings_apart() -> None:
@@ -162,7 +162,7 @@ def frames_of(count: int) -> list[np.ndarray]:
 
 def test_pairs_of_frames_are_the_frames_of_a_video() -> None:
     process, frames = bounded(28 * 28, 28 * 28 * 64), frames_of(3)
-    video = process.prepare_video(frames, 3, 2.0)
+    video = process.prepare_video(frames, 3, fps=2.0)
     assert video.grid == (2, 4, 6)
     pairs = video.patches.reshape(2, 24, 3, 2, 14, 14)
     alone = [process.prepare(frame).patches.reshape(24, 3, 2, 14, 14) for frame in frames]
@@ -171,7 +171,7 @@ def test_pairs_of_frames_are_the_frames_of_a_video() -> None:
 
 
 def test_a_video_is_encoded_pair_by_pair() -> None:
-    video = bounded(28 * 28, 28 * 28 * 64).prepare_video(frames_of(4), 4, 2.0)
+    video = bounded(28 * 28, 28 * 28 * 64).prepare_video(frames_of(4), 4, fps=2.0)
     first, second = video.frames
     assert first.grid == second.grid == (1, 4, 6)
     assert np.array_equal(np.concatenate([first.patches, second.patches]), video.patches)
@@ -182,31 +182,31 @@ def test_a_video_is_encoded_pair_by_pair() -> None:
 
 def test_the_rate_of_a_video_decides_its_positions_in_time() -> None:
     timed = bounded(28 * 28, 28 * 28 * 64, NAMES["2.5"])
-    slow, fast = (timed.prepare_video(frames_of(2), 2, rate) for rate in (1.0, 4.0))
+    slow, fast = (timed.prepare_video(frames_of(2), 2, fps=rate) for rate in (1.0, 4.0))
     assert (slow.step, fast.step) == (8.0, 2.0)
     assert slow.digest != fast.digest
-    assert bounded(28 * 28, 28 * 28 * 64).prepare_video(frames_of(2), 2, 4.0).step == 1.0
+    assert bounded(28 * 28, 28 * 28 * 64).prepare_video(frames_of(2), 2, fps=4.0).step == 1.0
 
 
 def test_a_video_is_one_placeholder_or_one_for_each_pair() -> None:
-    grid = (3, 4, 6)
-    assert processor().expand_video(grid) == [[VIDEO] * 18]
-    assert processor(QWEN3).expand_video(grid) == [[VIDEO] * 6] * 3
+    video = shaped((3, 4, 6), video=True)
+    assert processor().expand(video) == [[VIDEO] * 18]
+    assert processor(QWEN3).expand(video) == [[VIDEO] * 6] * 3
 
 
 def test_a_prompt_of_qwen3_tells_the_times_of_frames() -> None:
     process, text = processor(QWEN3), "See {0} and {0}."
     block = "<|vision_start|><|video_pad|><|vision_end|>"
-    assert process.frame_times(3, 2.0) == (0.25, 1.0)
-    made = process.stamped(text.format(block), [(3, 2.0), (2, 1.0)])
+    assert process.timestamps(3, 2.0) == (0.25, 1.0)
+    made = process.with_timestamps(text.format(block), [(3, 2.0), (2, 1.0)])
     assert made == f"See <0.2 seconds>{block}<1.0 seconds>{block} and <0.5 seconds>{block}."
-    assert process.stamped(text.format(block), [(3, 2.0)]) == text.format(block)
-    assert processor().stamped(text.format(block), [(3, 2.0), (2, 1.0)]) == text.format(block)
+    assert process.with_timestamps(text.format(block), [(3, 2.0)]) == text.format(block)
+    assert processor().with_timestamps(text.format(block), [(3, 2.0), (2, 1.0)]) == text.format(block)
 
 
 def test_bounds_of_a_video_by_frame_are_for_all_frames() -> None:
     process = bounded(4 * 32**2, 8 * 32**2, QWEN3)
-    assert process.prepare_video(frames_of(4), 4, 2.0).grid == (2, 2, 2)
+    assert process.prepare_video(frames_of(4), 4, fps=2.0).grid == (2, 2, 2)
     assert process.prepare(frames_of(1)[0]).grid == (1, 4, 6)
 
 
@@ -223,19 +223,18 @@ def test_sizes_of_frames_are_those_of_transformers(
     frames: int, size: tuple[int, int], least: int, resized: tuple[int, int]
 ) -> None:
     """Values are of ``smart_resize`` in transformers' video_processing_qwen3_vl.py, for at most 200,000 pixels."""
-    video = bounded(least, 200_000, QWEN3).prepare_video([np.zeros((*size, 3), np.uint8)] * frames, frames, 2.0)
+    video = bounded(least, 200_000, QWEN3).prepare_video([np.zeros((*size, 3), np.uint8)] * frames, frames, fps=2.0)
     assert video.grid == (-(-frames // 2), resized[0] // 16, resized[1] // 16)
 
 
 @pytest.mark.parametrize("architecture", [NAMES["2"], QWEN3])
 def test_frames_are_within_the_encoder_programs_and_a_video_within_the_prompt(architecture: str) -> None:
-    process: Any = bounded(28 * 28, 10**7, architecture)
-    large, small = (
-        made.prepare_video([pixels(700, 700, 0)] * 4, 4, 2.0) for made in (process, within(process, 256, 128))
-    )
+    process = bounded(28 * 28, 10**7, architecture)
+    frames = [pixels(700, 700, 0)] * 4
+    large, small = (made.prepare_video(frames, 4, fps=2.0) for made in (process, process.within(256, 128)))
     assert large.frames[0].patches.shape[0] > 256 >= small.frames[0].patches.shape[0] > 100
     with pytest.raises(ImageError):
-        within(process, 256, 64).prepare_video([pixels(700, 700, 0)] * 4, 4, 2.0)  # type: ignore[attr-defined]
+        process.within(256, 64).prepare_video(frames, 4, fps=2.0)
 
 
 @pytest.mark.parametrize(
@@ -243,4 +242,4 @@ def test_frames_are_within_the_encoder_programs_and_a_video_within_the_prompt(ar
 )
 def test_other_videos_are_refused(sizes: list[int], rate: float) -> None:
     with pytest.raises(ImageError):
-        processor().prepare_video((pixels(side, 56, 0) for side in sizes), len(sizes), rate)
+        processor().prepare_video((pixels(side, 56, 0) for side in sizes), len(sizes), fps=rate)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.images.processor import ImageError
 from jaxinfer.images.siglip import SiglipProcessor, make
-from tests.images.towers import cases_of, faults, id_of, noise, prompt_faults
+from tests.images.towers import cases_of, faults, id_of, noise, prompt_faults, shaped
 
 
 def processor(
@@ -35,19 +35,19 @@ def test_prompts_are_those_of_transformers_with_newlines_that_merge() -> None:
 
 def test_tokens_of_gemma_3_are_the_default() -> None:
     process = processor({"size": 8})
-    assert process.expand((1, 4, 4)) == [108, 255_999, *[262_144] * 4, 256_000, 108]
+    assert process.of_square() == [108, 255_999, *[262_144] * 4, 256_000, 108]
     assert process.merges[107, 108] == 109
 
 
 def test_a_vocabulary_without_two_newlines_is_refused() -> None:
     with pytest.raises(ImageError, match="two newlines"):
-        processor({"size": 8}).with_tokens({"\n": 3}.get).expand((1, 4, 4))
+        processor({"size": 8}).with_tokens({"\n": 3}.get).expand(shaped((1, 4, 4)))
 
 
 @pytest.mark.parametrize(("tokens", "named"), [(9, "tokens_per_image = 9"), (36, "= 36"), (8, "= 8"), (25, None)])
 def test_tokens_are_squares_of_patches(tokens: int, named: str | None) -> None:
     if named is None:
-        assert len(processor({"size": 10}, 10, 2, tokens).expand((1, 5, 5))) == tokens + 4
+        assert len(processor({"size": 10}, 10, 2, tokens).of_square()) == tokens + 4
         return
     with pytest.raises(ValueError, match=named):
         processor({"size": 10}, 10, 2, tokens)

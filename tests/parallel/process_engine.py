@@ -77,7 +77,7 @@ def with_images(request: Request, number: int, vision: Vision) -> Request:
     for seed in (number % 5, 5 + number)[: number % 3]:
         image = vision.processor.prepare(np.random.default_rng(seed).integers(0, 256, (90, 70 + 9 * seed, 3), np.uint8))
         start = len(prompt)
-        prompt += vision.processor.expand(image.grid)
+        prompt += vision.processor.expand(image)[0]
         placed.append(PlacedImage(start, len(prompt), image))
     prompt = (*prompt, *text[1 + number % 7 :], 5)
     return dataclasses.replace(request, prompt_token_ids=prompt, images=tuple(placed))

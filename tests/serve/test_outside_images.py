@@ -25,7 +25,7 @@ from jaxinfer.images.pixels import rgb
 from tests.fake_vision_processor import FakeProcessor
 
 class Doubled(FakeProcessor):
-    def prepare(self, picture, **options):
+    def prepare(self, picture, /, **options):
         picture = rgb(picture)
         return super().prepare(picture.resize((2 * picture.width, 2 * picture.height)), **options)
 

@@ -194,7 +194,7 @@ def _batch(model: Model, tokenizer: Tokenizer, rows: int, width: int, height: in
         texts.append(_encoded(tokenizer, str(rng.choice(QUESTIONS)), bool(rng.integers(2)), str(picture)))
     pad = model.vision.processor.image_token
     held = images[0].patches.shape[0] // model.vision.config.merged
-    prompts = [_expanded(prompt, pad, model.vision.processor.expand(images[0].grid)) for prompt, _ in texts]
+    prompts = [_expanded(prompt, pad, model.vision.processor.expand(images[0])[0]) for prompt, _ in texts]
     length = -(-max(len(prompt) + len(answer) for prompt, (_, answer) in zip(prompts, texts, strict=True)) // 16) * 16
     tokens, places = np.zeros((rows, length), np.int32), np.full((rows, length), -1, np.int32)
     asked, axes = np.zeros((rows, length), bool), np.zeros((3, rows, length), np.int32)

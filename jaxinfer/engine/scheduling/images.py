@@ -147,7 +147,7 @@ def _require_image(
     if patches.dtype != np.uint8 or patches.shape[1:] != (needs.values,):
         found = f"{patches.dtype}{list(patches.shape)}"
         raise RequestError(field, f": patches are {found}, not uint8[rows, {needs.values}]")
-    if not rows or rows % (frames * needs.merged) or rows != math.prod(image.grid):
+    if not rows or rows != math.prod(image.grid) or rows % (frames * needs.merged):
         raise RequestError(field, f": {rows} patch rows are not those of a grid of {image.grid}")
     if not image.digest:
         raise RequestError(field, "has no digest")

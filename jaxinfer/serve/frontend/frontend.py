@@ -427,7 +427,7 @@ class Frontend:
         if self._images is None or not given:
             return await self._rendered(prompt, tenant), ()
         given = self._images.resolved(given, tenant)
-        text = self._images.timed(await self._rendered(prompt, tenant), given, options)
+        text = self._images.with_timestamps(await self._rendered(prompt, tenant), given, options)
         return text, await self._images.prepare(given, options, tenant)
 
     async def _encoded(self, field: str, text: str, special: bool, tenant: str) -> Sequence[int]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.config.images import KINDS
-from jaxinfer.images.expansion import for_vocabulary, pieces_of, reads_videos, stamped
+from jaxinfer.images.expansion import for_vocabulary
 from jaxinfer.images.placed import place_images
-from jaxinfer.images.processor import ImageError, options_for
+from jaxinfer.images.processor import ImageError, VideoProcessor, options_for
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.images.source import is_data_url
 from jaxinfer.sampling_params import RequestError, check_prompt_length
@@ -55,7 +55,7 @@ class Images:
         length: int | None = None,
         media: MediaFetcher | None = None,
     ) -> None:
-        self._processor: Any = for_vocabulary(source.processor(), id_of)
+        self._processor = for_vocabulary(source.processor(), id_of)
         self._limits, self._most, self._length, self._media = limits, most or {}, length, media
         self._kept = KeptMedia()
         self._preparer = ImagePreparer(source, limits)
@@ -89,19 +89,18 @@ class Images:
                     raise RequestError(own[most].path, found)
             for image in images:
                 _check_options(image.path, image.options)
-                self._check_video(image, options)
+                if image.video:
+                    self._check_video(image, options)
                 for field, source in _sources(image):
                     self._check_source(field, source)
 
     def _check_video(self, image: GivenImage, options: Mapping[str, Any]) -> None:
-        if not image.video:
-            return
-        if not reads_videos(self._processor):
+        if not isinstance(self._processor, VideoProcessor):
             raise RequestError(f"{image.path}.type", f"={image.kind!r} is not served: the model reads no videos")
         if image.source is None:
             return
         try:
-            self._processor.frame_times(*_timing(image, options))
+            self._processor.timestamps(*_timing(image, options))
         except ImageError as error:
             raise RequestError(image.field, f": {error}") from error
 
@@ -111,9 +110,11 @@ class Images:
         if isinstance(source, bytes) and len(source) > self._limits.image_bytes:
             raise RequestError(field, f"has {len(source)} bytes, and may have {self._limits.image_bytes}")
 
-    def timed(self, text: str, images: Sequence[GivenImage], options: Mapping[str, Any]) -> str:
-        """Return the text of a prompt with the times of videos' frames, where the model reads them."""
-        return stamped(self._processor, text, [_timing(image, options) for image in images if image.video])
+    def with_timestamps(self, text: str, images: Sequence[GivenImage], options: Mapping[str, Any]) -> str:
+        """Return the text of a prompt with the timestamps of videos, where the model reads them."""
+        if not isinstance(self._processor, VideoProcessor):
+            return text
+        return self._processor.with_timestamps(text, [_timing(image, options) for image in images if image.video])
 
     def resolved(self, images: Sequence[GivenImage], tenant: str) -> list[GivenImage]:
         """Return images with their data: that of earlier requests in place of a ``uuid`` alone.
@@ -136,7 +137,7 @@ class Images:
         async def prepared(image: GivenImage) -> ImageInput:
             nonlocal count
             made = await self._prepared(image, options, tenant)
-            count += sum(map(len, pieces_of(self._processor, made)))
+            count += sum(map(len, self._processor.expand(made)))
             if self._length is not None:  # before more of them are held
                 check_prompt_length(count, self._length)
             self._kept.keep(image, tenant)

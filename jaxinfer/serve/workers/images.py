@@ -10,7 +10,7 @@ import numpy as np
 from PIL.Image import Image
 
 from jaxinfer.images.decode import ImageLimits, decode_picture
-from jaxinfer.images.processor import ImageError
+from jaxinfer.images.processor import ImageError, VideoProcessor
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.images.source import data_of
 from jaxinfer.sampling_params import RequestError
@@ -29,8 +29,7 @@ def preparer(source: Mapping[str, Any], limits: tuple[int, int]) -> Callable[[by
         source: fields of `ProcessorSource`.
         limits: `ImageLimits`.
     """
-    processor: Any = ProcessorSource(**source).processor()
-    bounds = ImageLimits(*limits)
+    processor, bounds = ProcessorSource(**source).processor(), ImageLimits(*limits)
 
     def picture_at(field: str, given: str | bytes) -> Image:
         try:
@@ -41,7 +40,7 @@ def preparer(source: Mapping[str, Any], limits: tuple[int, int]) -> Callable[[by
     def prepare(question: bytes) -> Encoded:
         field, given, options = decode(question)
         try:
-            if not isinstance(given, list):
+            if not (isinstance(given, list) and isinstance(processor, VideoProcessor)):
                 return encoded(processor.prepare(picture_at(field, given), **options))
             frames = (picture_at(f"{field}[{rank}]", frame) for rank, frame in enumerate(given))
             return encoded(processor.prepare_video(frames, len(given), **options))

@@ -77,6 +77,10 @@ REFUSED: dict[str, tuple[Request, str]] = {
         with_images(make_request("a", 20), (2, dataclasses.replace(make_image(1, 4), grid=(1, 1, 3)))),
         "images",
     ),
+    "a grid of no frames": (
+        with_images(make_request("a", 20), (2, dataclasses.replace(make_image(1, 4), grid=(0, 1, 4)))),
+        "images",
+    ),
     "no digest": (with_images(make_request("a", 20), (2, dataclasses.replace(make_image(1, 4), digest=""))), "images"),
 }
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+from tests.images.towers import shaped
 from tests.models.vision.towers import golden_of, load, vision_of
 
 
@@ -10,4 +11,4 @@ def test_the_tokens_after_rows_are_those_of_the_vocabulary(tmp_path: pathlib.Pat
     vocabulary = {f"w{index}": index for index in range(62)} | {"[IMG_BREAK]": 62, "[IMG_END]": 63}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    assert vision_of(load(golden_of("mistral3"), tmp_path)).processor.expand((1, 4, 2)) == [62, 62, 62, 63]
+    assert vision_of(load(golden_of("mistral3"), tmp_path)).processor.expand(shaped((1, 4, 2))) == [[62, 62, 62, 63]]

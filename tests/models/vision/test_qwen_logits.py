@@ -66,7 +66,7 @@ def images_of(model: Model, scene: Scene) -> list[ImageInput]:
         return [process.prepare(picture(*each)) for each in scene.pictures]
     frames, height, width, rate = scene.clip
     shown = [picture(int(height), int(width), 100 + index) for index in range(int(frames))]
-    return [process.prepare_video(shown, len(shown), rate)]
+    return [process.prepare_video(shown, len(shown), fps=rate)]
 
 
 @pytest.mark.parametrize("name", SCENES)

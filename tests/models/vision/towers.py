@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer import LLM, SamplingParams, load_model
-from jaxinfer.images.expansion import pieces_of
 from jaxinfer.images.processor import Processor, normalised
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.tower import Vision
@@ -133,7 +132,7 @@ def _unexpanded(scene: Scene, process: Processor) -> list[int]:
     """Return the prompt of a scene with placeholders."""
     prompt, done = list(scene.prompt), 0
     for shown in scene.pictures:
-        (piece,) = pieces_of(process, process.prepare(picture(*shown)))
+        (piece,) = process.expand(process.prepare(picture(*shown)))
         done = next(at for at in range(done, len(prompt)) if prompt[at : at + len(piece)] == piece)
         prompt[done : done + len(piece)] = [process.image_token]
         done += 1
