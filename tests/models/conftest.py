@@ -28,12 +28,7 @@ def live_golden(
     command = [oracle_python, "-m", "tools.oracle", "make", "--out", folder]
     names = _asked_for("live_golden", request.session)
     failed = _made(command, folder, names, lambda name: load(GOLDENS / name).seed, repo, request.config)
-
-    def of(name: str) -> Golden:
-        assert name not in failed, failed[name]
-        return load(folder / name)
-
-    return of
+    return functools.partial(_read, load, folder, failed)
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +43,13 @@ def live_images(
     command = [oracle_python, "-m", "tools.oracle.images_towers", "make", folder]
     names = _asked_for("live_images", request.session)
     failed = _made(command, folder, names, lambda name: read_images(IMAGES / name).seed, repo, request.config)
+    return functools.partial(_read, read_images, folder, failed)
 
-    def of(name: str) -> ImageGolden:
-        assert name not in failed, failed[name]
-        return read_images(folder / name)
 
-    return of
+def _read[T](load: Callable[[pathlib.Path], T], folder: pathlib.Path, failed: dict[str, str], name: str) -> T:
+    """Read a fresh record; fail if it could not be made."""
+    assert name not in failed, failed[name]
+    return load(folder / name)
 
 
 def _asked_for(fixture: str, session: pytest.Session) -> list[str]:
