@@ -19,8 +19,7 @@ from jaxinfer.brief import ShortRepr
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
-from jaxinfer.images.expansion import for_vocabulary
-from jaxinfer.images.placed import place_images
+from jaxinfer.images.expansion import for_vocabulary, place_images
 from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, with_timestamps
 from jaxinfer.loading import start_engine
 from jaxinfer.lora.door import LoRAChoice, LoRAFrontend

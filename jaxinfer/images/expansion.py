@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.images.processor import ImageError, Processor, VideoProcessor
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput, PlacedImage
 
 
@@ -15,6 +16,28 @@ def placeholders(processor: Processor) -> tuple[int, ...]:
     """Return the ids in an expanded prompt that stand for rows: of images, and of videos if the model reads them."""
     row: int = getattr(processor, "row_token", processor.image_token)
     return (row, processor.video_token) if isinstance(processor, VideoProcessor) else (row,)
+
+
+def place_images(
+    field: str, ids: Sequence[int], processor: Processor, images: Sequence[ImageInput]
+) -> tuple[Sequence[int], tuple[PlacedImage, ...]]:
+    """Return a prompt in which each placeholder is replaced by the tokens of its image, and its images.
+
+    Args:
+        field: field of the request that has the prompt, for errors.
+        ids: token ids in which each image is one token, as chat templates write it, and each video one token, or one
+            for each pair of frames (Qwen3-VL).
+
+    Raises:
+        RequestError: the prompt has more or fewer placeholders than there are images, or the vocabulary lacks a token
+            of images.
+    """
+    ids = list(ids)
+    try:
+        made, placed = expanded(processor, ids, images)
+    except ImageError as error:
+        raise RequestError(field, f": {error}") from error
+    return made, placed
 
 
 def expanded(

@@ -1,18 +1,20 @@
-"""Ranges of images in expanded prompts; what the processors expand to is tested with them."""
+"""Images at their places in expanded prompts; what the processors expand to is tested with them."""
 
 import dataclasses
+from array import array
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from jaxinfer.images.expansion import expanded, for_vocabulary
-from jaxinfer.images.placed import place_images
+from jaxinfer.images.expansion import expanded, for_vocabulary, place_images
 from jaxinfer.images.processor import ImageError
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.models.vision.registry import VISION_FAMILIES
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import ImageInput, PlacedImage
+from tests.fake_vision_processor import IMAGE as PLACEHOLDER
+from tests.fake_vision_processor import FakeProcessor
 from tests.images import test_clip, test_pixtral, test_qwen, test_siglip
 from tests.images.test_qwen import IMAGE, VIDEO
 from tests.images.towers import shaped
@@ -79,3 +81,32 @@ def test_a_larger_image_is_made_smaller_where_there_are_several_sizes(architectu
     assert rows / 3 < made.patches.shape[0] <= rows
     small = Image.new("RGB", (112, 112))
     assert dataclasses.replace(source, rows=rows).processor().prepare(small).grid == (1, 8, 8)
+
+
+def image_of(rows: int, columns: int) -> ImageInput:
+    return ImageInput(np.zeros((rows * columns, 3), np.uint8), (1, rows, columns), f"{rows}x{columns}")
+
+
+def test_each_placeholder_becomes_the_tokens_of_its_image() -> None:
+    first, second = image_of(2, 4), image_of(4, 6)
+    for ids in (
+        [1, PLACEHOLDER, 2, 3, PLACEHOLDER],
+        array("i", [1, PLACEHOLDER, 2, 3, PLACEHOLDER]),
+        (1, PLACEHOLDER, 2, 3, PLACEHOLDER),
+    ):
+        made, placed = place_images("prompt", ids, FakeProcessor(), [first, second])
+        assert made == [1, PLACEHOLDER, PLACEHOLDER, 2, 3, *[PLACEHOLDER] * 6]
+        assert placed == (PlacedImage(1, 3, first), PlacedImage(5, 11, second))
+
+
+def test_a_text_stays_as_it_is() -> None:
+    assert place_images("prompt", [1, 2], FakeProcessor(), []) == ([1, 2], ())
+
+
+@pytest.mark.parametrize(
+    ("ids", "count"), [([1, PLACEHOLDER], 0), ([1, 2], 1), ([PLACEHOLDER, PLACEHOLDER, PLACEHOLDER], 2)]
+)
+def test_other_numbers_of_placeholders_are_refused(ids: list[int], count: int) -> None:
+    with pytest.raises(RequestError) as refused:
+        place_images("prompt", ids, FakeProcessor(), [image_of(2, 2)] * count)
+    assert refused.value.field == "prompt"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.config.images import KINDS
-from jaxinfer.images.expansion import for_vocabulary
-from jaxinfer.images.placed import place_images
+from jaxinfer.images.expansion import for_vocabulary, place_images
 from jaxinfer.images.processor import ImageError, VideoProcessor, options_for
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.images.source import is_data_url
