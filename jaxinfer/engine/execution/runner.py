@@ -83,7 +83,7 @@ class Runner:
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
         self._device_slots = [slots.snapshot() for slots in self._slots]  # current values on the device
         self._snapshots = SnapshotNumbers()
-        self._catch_up = False  # whether `_restore_caught_up` has had states to restore
+        self._catch_up = False  # whether a preempted sequence has had a sampler state
         # Content of `StepState.last_tokens`, by microbatch and row: the sequence of the token (`arrival`), and the
         # position.
         self._sampled = np.full((engine.microbatches, 2, self._rows), -1, np.int64)
@@ -156,12 +156,10 @@ class Runner:
     # ---- slots
 
     def _save_preempted(self, preempted: list[Preempted]) -> None:
-        """Save the sampler state of swapped sequences; recomputed ones start fresh, except where recomputed tokens may
-        be drawn differently."""
+        """Save the sampler states of preempted sequences: rows of recomputed tokens may sample, and count, others."""
         for sequence, slot in preempted:
-            kept = sequence.swapped is not None or sequence.redrawn
-            if sequence.stateful and kept and sequence.sampler_state is None:
-                self._catch_up = self._catch_up or sequence.redrawn
+            if sequence.stateful and sequence.sampler_state is None:
+                self._catch_up = True
                 sequence.sampler_state = snapshot = self._snapshots.new()
                 self._executor.run(commands.SaveSlot(slot, snapshot.number))
 
@@ -169,26 +167,18 @@ class Runner:
         for sequence in admitted:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
-            if isinstance(sequence.sampler_state, SamplerSnapshot):
-                if not sequence.redrawn:
-                    self._restore(sequence)
-            elif sequence.stateful:
+            if sequence.stateful and sequence.sampler_state is None:
                 self._executor.run(commands.AdmitSlot(sequence.slot, *slots.state_rows(sequence.request, self._vocab)))
         for microbatch in {sequence.slot % self._engine.microbatches for sequence in admitted}:
             self._set_slots(microbatch)
 
-    def _restore(self, sequence: Sample) -> None:
-        assert isinstance(sequence.sampler_state, SamplerSnapshot)
-        self._executor.run(commands.RestoreSlot(sequence.slot, sequence.sampler_state.number))
-        sequence.sampler_state = None
-
     def _restore_caught_up(self, rows: list[DecodePlan]) -> None:
-        """Restore states that `_admit` skipped, once all known tokens are recomputed: the sampler has counted
-        others."""
-        for row in rows:
-            sequence = row.sequence
-            if sequence.sampler_state is not None and row.position + 1 == len(sequence.tokens):
-                self._restore(sequence)
+        """Restore the sampler states of preempted sequences whose known tokens are all computed again."""
+        for sequence, position, *_ in rows:
+            state = sequence.sampler_state
+            if isinstance(state, SamplerSnapshot) and position + 1 == len(sequence.tokens):
+                self._executor.run(commands.RestoreSlot(sequence.slot, state.number))
+                sequence.sampler_state = None
 
     def _place(self, slot: int) -> tuple[HostSlots, int]:
         row, microbatch = divmod(slot, self._engine.microbatches)

@@ -32,7 +32,11 @@ class EncoderCache:
 
     def __init__(self, size: int, merged: int = 1) -> None:
         self._size, self._merged = size, merged
-        self._free = np.arange(size, dtype=np.int32)[::-1]  # a stack
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all images."""
+        self._free = np.arange(self._size, dtype=np.int32)[::-1]  # a stack
         self._rows: OrderedDict[str, Int32[np.ndarray, " outputs"]] = OrderedDict()
         self._kept, self._ahead = set[str](), set[str]()
         self.encodes: list[Encode] = []

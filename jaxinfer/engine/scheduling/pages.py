@@ -144,10 +144,10 @@ class SequencePages:
             limit = sequence.prompt_end  # the sampler counts the generated tokens as they come
         return self._kv.match(self.keys(sequence), self._codes(sequence), limit)
 
-    def preempt(self, sequence: Sequence, costs: Costs) -> bool:
-        """Take the pages of a preempted sequence; return whether they are swapped to the host. Otherwise its pages may
-        still be found in the radix tree when it resumes."""
-        swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), costs, self.chunks_end(sequence))
+    def preempt(self, sequence: Sequence, costs: Costs, *, swap: bool = True) -> bool:
+        """Take the pages of a preempted sequence; return whether they are swapped to the host, if they may be.
+        Otherwise its pages may still be found in the radix tree when it resumes."""
+        swap = swap and prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), costs, self.chunks_end(sequence))
         # The sampler state is that of the winning path, which may use a branch's pages: swapped ones might not match.
         if swap and not sequence.branches:
             sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)

@@ -87,6 +87,9 @@ class Scheduler:
         self._arrivals = itertools.count(1)
         self._gave_way: Sequence | None = None  # preempted in the current plan for the next queued sequence
         self._batch_runs = False  # static batching: no admission until all have ended
+        self._draining: set[str] | None = None  # requests that end before the engine pauses; None: it admits all
+        self._set_aside: list[Sequence] = []  # waiting sequences of other requests, while it drains
+        self._restarted: list[Preempted] = []  # for the next plan
 
     # ---- requests
 
@@ -95,11 +98,17 @@ class Scheduler:
         return bool(self._requests or self._ended)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether sequences have ended without a row: the next `commit` reports them."""
+        return bool(self._ended)
+
+    @property
     def waiting(self) -> dict[str, int]:
         """Sequences without a slot by reason: new, preempted, those of either kind whose adapter is not resident, and
         samples waiting for the prompt of their request."""
         adapter, preempted = len(self._loras.held), len(self._preempted - self._loras.held)
-        counts = {"capacity": len(self._queue) - adapter - preempted, "preempted": preempted, "adapter": adapter}
+        new = len(self._queue) + len(self._set_aside) - adapter - preempted
+        counts = {"capacity": new, "preempted": preempted, "adapter": adapter}
         return counts | {"sibling": self._siblings.waiting}
 
     @property
@@ -109,7 +118,9 @@ class Scheduler:
     @property
     def queued(self) -> Queued:
         """Counts of the waiting queue. From any thread."""
-        return Queued(len(self._queue), len(self._queue) + self._siblings.waiting, self._queue.tokens)
+        aside = list(self._set_aside)
+        count, tokens = len(self._queue) + len(aside), sum(len(sequence.prompt) for sequence in aside)
+        return Queued(count, count + self._siblings.waiting, self._queue.tokens + tokens)
 
     def cached(self, request: Request) -> int:
         """Return how many prompt tokens would hit the prefix cache now."""
@@ -150,6 +161,54 @@ class Scheduler:
         for sequence in list(self._requests.get(request_id, ())):
             if index in (None, sequence.index):
                 self._end(sequence, reason)
+
+    def abort_all(self) -> None:
+        """End all requests; the next `commit` reports each sample."""
+        for samples in list(self._requests.values()):
+            for sequence in samples:
+                if sequence.finish_reason is None:
+                    self._end_between(sequence, FinishReason.ABORT)
+
+    # ---- pauses and new weights
+
+    def drain(self) -> None:
+        """Admit only requests of which a sample has begun; the others wait until `resume`."""
+        begun = {id for id, samples in self._requests.items() if any(sample.begun for sample in samples)}
+        self._draining = begun
+
+    @property
+    def drained(self) -> bool:
+        """Whether all requests have ended that had begun before `drain`."""
+        return self._draining is not None and self._requests.keys().isdisjoint(self._draining)
+
+    def resume(self) -> None:
+        """Admit all requests again."""
+        self._draining = None
+        for sequence in self._set_aside:
+            self._queue.push(sequence)
+        self._set_aside.clear()
+
+    def restart(self) -> None:
+        """Recompute under other weights, or into new pools, what was computed: running sequences wait again with the
+        tokens that they have, and nothing is cached. No step may be in flight."""
+        for sequence in list(self._running.values()):
+            self._restarted.append(self._preempt(sequence, swap=False))
+        for samples in self._requests.values():
+            for sequence in samples:
+                if sequence.status is Status.WAITING:
+                    self._pages.drop(sequence)
+                    sequence.restart()
+        self._prefill.encoder.reset()
+        self._kv.reset_prefix_cache()
+
+    def _next(self) -> Sequence | None:
+        """Return the waiting sequence to admit next. While the engine drains, set aside those that may not begin."""
+        while (first := self._queue.peek()) is not None:
+            if self._draining is None or first.request.request_id in self._draining:
+                return first
+            self._queue.remove(first)
+            self._set_aside.append(first)
+        return None
 
     def _sequence(self, request: Request, index: int, images: PromptImages | None = None) -> Sequence:
         assert request.params.max_tokens is not None  # resolved when the request was validated
@@ -207,7 +266,8 @@ class Scheduler:
         masks = self._constraints.masks(decodes)
         prefills, catch_up = self._prefill.plans, self._drafts.catch_up(drafts or ()) if self._drafts else ([], [])
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
-        moves, gone = self._kv.take_moves(), [*preempted, *outranked]
+        moves, gone = self._kv.take_moves(), [*self._restarted, *preempted, *outranked]
+        self._restarted = []
         place, forced = self._decode.microbatch, self._drafts.forced if self._drafts else []
         made = StepPlan(
             *moves,
@@ -311,11 +371,12 @@ class Scheduler:
                 preempted.append(self._preempt())
         return preempted
 
-    def _preempt(self, sequence: Sequence | None = None) -> Preempted:
-        """Take the slot and the pages of a running sequence (None: the one of lowest rank)."""
+    def _preempt(self, sequence: Sequence | None = None, *, swap: bool = True) -> Preempted:
+        """Take the slot and the pages of a running sequence (None: the one of lowest rank), which it computes again
+        unless they are swapped."""
         sequence = sequence or max(self._running.values(), key=self._queue.rank)
         preempted = Preempted(sequence, sequence.slot)
-        swapped = self._pages.preempt(sequence, self._costs)
+        swapped = self._pages.preempt(sequence, self._costs, swap=swap)
         self.stats.preempted("swap" if swapped else "recompute")
         self._preempted.add(sequence)
         self._enqueue(sequence)  # before `_vacate`: so its tenant stays present all the time
@@ -331,7 +392,7 @@ class Scheduler:
 
     def _preempt_lower_priority(self) -> list[Preempted]:
         """Preempt a running sequence that the policy ranks after the first waiting one, where no slot is free."""
-        first, self._gave_way = self._queue.peek(), None
+        first, self._gave_way = self._next(), None
         if first is None or self._free_slots:
             return []
         self._gave_way = self._queue.preemption_victim()
@@ -347,7 +408,7 @@ class Scheduler:
         # And the pages that started prompts need to finish: else they would preempt each other forever.
         ends = (self._kv.pages_for(other.prefill_end) - other.capacity // self._engine.page_size for other in started)
         theirs = sum(max(0, pages) for pages in ends)
-        while self._free_slots and (sequence := self._queue.peek()) is not None:
+        while self._free_slots and (sequence := self._next()) is not None:
             if sequence.leader in self._prefill.filled:
                 break  # the prefix to share is computed in this very step
             if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
@@ -430,7 +491,7 @@ class Scheduler:
         elif sequence.status is Status.WAITING_FOR_PROMPT:
             self._siblings.ended()
         elif sequence.status is Status.WAITING:
-            self._queue.remove(sequence)
+            self._set_aside.remove(sequence) if sequence in self._set_aside else self._queue.remove(sequence)
             self._preempted.discard(sequence)
             self._pages.drop(sequence)
         if self._drafts is not None:
@@ -460,7 +521,7 @@ class Scheduler:
         if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
         alive = {id(s): s for samples in self._requests.values() for s in samples if s.status is not Status.FINISHED}
-        queued, running = list(self._queue), list(self._running.values())
+        queued, running = [*self._queue, *self._set_aside], list(self._running.values())
         siblings = [s for s in alive.values() if s.status is Status.WAITING_FOR_PROMPT]
         if sorted(map(id, [*queued, *running, *siblings])) != sorted(alive):
             raise AssertionError(

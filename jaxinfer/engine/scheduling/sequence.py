@@ -73,7 +73,8 @@ class Sequence:
     stateful: bool = False  # the sampler keeps counts or a bias for it
     followers: list[Sequence] = dataclasses.field(default_factory=list)  # samples that share this one's prompt
     leader: Sequence | None = None  # the sample whose prompt this one shares
-    sampler_state: object = None  # snapshot of the runner, while the sequence is swapped out
+    sampler_state: object = None  # snapshot of the runner, from a preemption until all known tokens are computed
+    restarted: bool = False  # its known tokens were sampled under other weights
     held: Held | None = None  # its grammar state, from its first slot on
     thought: Thought | None = None  # its thinking state before the constrained output, from its first slot on, if any
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
@@ -108,10 +109,22 @@ class Sequence:
 
     @property
     def redrawn(self) -> bool:
-        """Whether recomputed tokens may be drawn differently: drafts were accepted as typical, or no constraint applies
-        to known tokens."""
+        """Whether recomputed tokens may be drawn differently: under other weights, where drafts were accepted as
+        typical, or because no constraint applies to known tokens."""
         held = self.params.grammar is not None or self.params.thinking_token_budget is not None
-        return self.params.typical or held
+        return self.restarted or self.params.typical or held
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has been admitted, and anything of it is kept."""
+        return self.cached is not None
+
+    def restart(self) -> None:
+        """Forget what was computed, but for its tokens."""
+        self.scheduled = 0
+        self.restarted = self.generated > 0
+        if not self.generated:
+            self.cached, self.prompt_logprobs = None, [None]
 
     @property
     def is_held(self) -> bool:
