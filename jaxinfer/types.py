@@ -191,6 +191,21 @@ class PositionLogprobs(NamedTuple):
     top: tuple[TokenLogprob, ...]
 
 
+WeightVersions = tuple[tuple[int, int], ...]
+"""Versions of the weights that computed the tokens of an output: (version, tokens), in order; empty: all are of version 0.
+"""
+
+
+def added_versions(first: WeightVersions, count: int, then: WeightVersions, more: int) -> WeightVersions:
+    """Return the versions of ``count`` tokens, and of ``more`` after them."""
+    if not first and not then:
+        return ()
+    first, then = (own or ((0, tokens),) for own, tokens in ((first, count), (then, more)))
+    *before, (version, tokens) = [each for each in first if each[1]] or [(then[0][0], 0)]
+    same = then[0][0] == version
+    return (*before, (version, tokens + then[0][1]), *then[1:]) if same else (*before, (version, tokens), *then)
+
+
 @dataclasses.dataclass(slots=True)
 class SequenceDelta:
     """Tokens that one step added to one sequence. ``index`` counts the ``n`` samples of a request.
@@ -198,7 +213,7 @@ class SequenceDelta:
     Every running sequence gets one per step: ``logprobs`` shares one empty tuple if none were requested.
     ``cached_tokens`` and ``prompt_logprobs`` are in the first delta that has a token: prompt tokens found in the prefix
     cache when the sequence was first admitted, and the requested prompt logprobs. ``draft_tokens`` were verified in
-    this step, of which ``draft_accepted`` were accepted.
+    this step, of which ``draft_accepted`` were accepted. ``weight_versions``: of the tokens, in order.
     """
 
     request_id: str
@@ -211,6 +226,7 @@ class SequenceDelta:
     cached_tokens: int | None = None
     draft_tokens: int = 0
     draft_accepted: int = 0
+    weight_versions: WeightVersions = ()
 
 
 # ---- model parameters, declared once: shape, sharding, initialisation and checkpoint mapping derive from these specs

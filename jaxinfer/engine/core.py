@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +30,17 @@ from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 
+PauseMode = Literal["wait", "keep", "abort"]
+
+
+class Pace(enum.Enum):
+    """State of an engine: it admits and computes; ends the requests that have begun; or computes nothing."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    PAUSED = "paused"
+
+
 @runtime_checkable
 class EngineCore(Protocol):
     """Protocol of continuous batching engines for token-id requests: an engine, replicas, or data-parallel attention.
@@ -37,10 +49,14 @@ class EngineCore(Protocol):
         config: resolved settings; with replicas the settings of each.
         limits: sampler limits for requests.
         loras: adapters that requests may name; None: no adapters are served.
+        weight_version: version of the served weights; 0: those that it was started with.
+        shares_weights: others have references to arrays of the weights, and may delete them.
     """
 
     config: ResolvedEngine
     loras: LoRAStore | None
+    weight_version: int
+    shares_weights: bool
 
     @property
     def limits(self) -> SamplingLimits: ...
@@ -74,6 +90,35 @@ class EngineCore(Protocol):
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number. Running sequences keep theirs, which no other can match."""
+
+    @property
+    def pace(self) -> Pace:
+        """Whether it runs, drains or is paused. While it drains or is paused, `add` only queues."""
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop after the steps in flight ("keep"), when all begun requests have ended ("wait": it drains first), or
+        after aborting all requests ("abort")."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
+        """Replace weights between two steps by those that `stage` has placed. Sequences go on with their tokens, whose
+        keys and values are computed again.
+
+        Args:
+            restart: false: the weights change no keys and values: nothing is computed again.
+        """
+
+    def stage(self, model: Any, *, drafts: bool = False) -> Any:
+        """Place some parameters of the model (`jaxinfer.models.model.Model`), or of its draft model, on the devices, in
+        the form that programs take, beside the served ones. From any thread."""
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        """Free the memory of the KV cache, of the weights, or of both. The engine must be paused."""
+
+    def wake(self) -> None:
+        """Make an empty KV cache. Weights come from `stage` and `swap`."""
 
     def journals(self) -> list[Journal]:
         """Start recording changes of cached pages, one journal per replica; to be called before any request."""
@@ -127,10 +172,13 @@ class EngineLoop:
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
         self._new_seed = seed_source(config)
+        self.pace, self.weight_version, self.shares_weights = Pace.RUNNING, 0, False
+        self._settled: list[SequenceDelta] = []  # deltas of steps that `settle` has read
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._pending)
+        works = self._scheduler.has_ended if self.pace is Pace.PAUSED else self._scheduler.has_work
+        return works or bool(self._pending or self._settled)
 
     def add(self, request: Request) -> Request:
         request = seeded(request, self._new_seed)
@@ -162,6 +210,8 @@ class EngineLoop:
 
     def launch(self) -> bool:
         """Plan the next step and launch it; return whether there was anything to do."""
+        if self.pace is Pace.PAUSED:
+            return False
         launched = self._runner.launch(self._scheduler.plan())
         if launched is not None:
             self._pending.append(launched)
@@ -179,7 +229,48 @@ class EngineLoop:
         self._last_read = now
         if before is not None:
             self._scheduler.stats.step(now - since)
+        if self.weight_version:
+            for delta in deltas:
+                delta.weight_versions = ((self.weight_version, len(delta.token_ids)),)
+        if self.pace is Pace.DRAINING and self._scheduler.drained:
+            self.pause("keep")
+        if self._settled:
+            deltas, self._settled = [*self._settled, *deltas], []
         return deltas
+
+    # ---- pauses and new weights
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        if mode == "wait":
+            self._scheduler.drain()
+            self.pace = Pace.PAUSED if self._scheduler.drained else Pace.DRAINING
+        else:
+            self._scheduler.resume()  # drains no longer
+            self.pace = Pace.PAUSED
+        if mode == "abort":
+            self._scheduler.abort_all()
+
+    def resume(self) -> None:
+        self._scheduler.resume()
+        self.pace = Pace.RUNNING
+
+    def settle(self) -> None:
+        """Read the steps in flight; the next step returns their deltas."""
+        while self._pending:
+            self._settled = self.read(False)
+
+    def renew(self, version: int, *, restart: bool) -> None:
+        """Count a new version of weights, and compute everything again if ``restart``. No step may be in flight."""
+        if restart:
+            self._scheduler.restart()
+        self.weight_version = version
+
+    def doze(self) -> None:
+        """Forget what the KV cache has. The engine must be paused."""
+        if self.pace is not Pace.PAUSED:
+            raise AssertionError(f"the engine is {self.pace.value}, and must be paused")
+        self.settle()
+        self._scheduler.restart()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler

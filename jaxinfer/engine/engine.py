@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -13,9 +14,10 @@ from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.execution.calibration import Calibration, calibrate
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
-from jaxinfer.engine.execution.prepare import Prepared
+from jaxinfer.engine.execution.prepare import Prepared, prepared_weights
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.lora.store import LoRAStore
+from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.structured.matcher import Vocabulary
 
@@ -49,7 +51,7 @@ class Engine(EngineLoop):
         if mesh.shape["data"] != 1:
             raise ValueError("an engine runs on one replica: jaxinfer.engine.distributed.make makes several")
         model, engine, limits = prepared
-        self._executor = make_executor(prepared, mesh, progress)
+        self._executor, self._mesh = make_executor(prepared, mesh, progress), mesh
         platform = mesh.devices.flat[0].platform
         self.calibration = found = calibration or calibrate(self._executor, prepared, platform)
         kv = new_kv(engine, model.cache_spec.windows)
@@ -80,6 +82,37 @@ class Engine(EngineLoop):
 
     def temporaries(self) -> int:
         return self._executor.temporaries()
+
+    def launch(self) -> bool:
+        if self.shares_weights and self.has_work and (path := self._executor.deleted()) is not None:
+            raise DeletedWeightsError(path)
+        return super().launch()
+
+    def stage(self, model: Model, *, drafts: bool = False) -> Any:
+        platform = self._mesh.devices.flat[0].platform
+        return self._executor.stage(prepared_weights(model, self.config, platform, self._mesh), drafts=drafts)
+
+    def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
+        self.settle()
+        self._executor.swap(weights)
+        self.renew(version, restart=restart)
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        self.doze()
+        self._executor.sleep(cache=cache, weights=weights)
+
+    def wake(self) -> None:
+        self._executor.wake()
+
+
+class DeletedWeightsError(RuntimeError):
+    """Error for served parameters whose arrays another owner has deleted."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} was deleted: a program that donates its arguments, such as an optimizer's step, took the array that "
+            f"is served. Serve a copy: LLM(model, copy=True), update_weights(params, copy=True)"
+        )
 
 
 def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -41,6 +42,16 @@ def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
 def zeros(tree: Any) -> Any:
     """Make zeros for a tree of abstract arrays, each shard on its device only."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), tree)
+
+
+def placed_like(tree: Any) -> Any:
+    """Return shapes, dtypes and shardings of a tree of arrays, which may be abstract."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def overlaid(tree: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested dict with some nodes replaced."""
+    return {**tree, **{key: overlaid(tree[key], x) if isinstance(x, dict) else x for key, x in changes.items()}}
 
 
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:

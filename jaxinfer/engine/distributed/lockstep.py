@@ -37,7 +37,8 @@ from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes
-from jaxinfer.parallel.arrays import zeros
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import overlaid, placed_like, zeros
 from jaxinfer.parallel.dp_attention import joined, of_ranks, rank_sharding
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, slot_specs
@@ -82,7 +83,7 @@ class RankExecutor(Executor):
     """
 
     def __init__(self, lockstep: Lockstep, host: HostPages) -> None:
-        self._all, self._host = lockstep, host
+        self._all, self.host = lockstep, host
         self._snapshots: dict[int, SlotState] = {}
         self.pending: dict[type[Command[Any]], collections.deque[tuple[Any, Any]]]
         self.pending = collections.defaultdict(collections.deque)
@@ -101,7 +102,7 @@ class RankExecutor(Executor):
             case commands.LoadLora() | commands.Encode():
                 return self._ask(command, None)
             case commands.ExportPages() | commands.ImportPages():
-                return self._ask(command, self._host)
+                return self._ask(command, self.host)
             case commands.ReadPages(source):
                 return self._read_pages(source)
             case commands.SaveSlot(_, snapshot):
@@ -127,6 +128,18 @@ class RankExecutor(Executor):
 
     def wait(self) -> None:
         self._all.wait()
+
+    def stage(self, model: Model, *, drafts: bool = False) -> Any:
+        return self._all.stage(model)
+
+    def swap(self, weights: Sequence[Any]) -> None:
+        self._all.swap(weights)
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        self._all.sleep(cache=cache, weights=weights)
+
+    def wake(self) -> None:
+        self._all.wake()
 
     def temporaries(self) -> int:
         return self._all.programs.temporaries()
@@ -175,6 +188,7 @@ class Lockstep:
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
         self._idle = self._idle_operands()
+        self._model = stage.without_weights().model
 
     def _placed(self, tree: Any) -> Any:
         return jax.device_put(tree, self._sharding)
@@ -229,6 +243,33 @@ class Lockstep:
         """Wait until all pending commands have run."""
         self.run()
         jax.block_until_ready((self.pools, self.last_tokens))
+
+    # ---- new weights, and memory that is given back
+
+    def stage(self, model: Model) -> Any:
+        """See `Executor.stage`."""
+        return jax.block_until_ready(place_params(model, self.mesh))
+
+    def swap(self, weights: Sequence[Any]) -> None:
+        """See `Executor.swap`."""
+        for placed in weights:
+            self.params = overlaid(self.params, text_part(placed))
+            if VISION in placed:
+                self._tower = overlaid(self._tower, placed[VISION])
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        """See `Executor.sleep`."""
+        self.wait()
+        if cache:
+            self.pools, self.images = placed_like(self.pools), placed_like(self.images)
+            for rank in self.ranks:
+                rank.host = HostPages(self._engine.host_pages)
+        if weights:
+            self.params, self._tower = placed_like(self.params), placed_like(self._tower)
+
+    def wake(self) -> None:
+        """See `Executor.wake`."""
+        self.pools, self.images = zeros(self.pools), zeros(self.images)
 
     # ---- pages
 

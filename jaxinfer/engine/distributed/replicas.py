@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jaxinfer.compilations import compilations_during
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.core import seed_source, seeded
+from jaxinfer.engine.core import Pace, PauseMode, seed_source, seeded
 from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.scheduling.queues import Queued, require_capacity
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
 from jaxinfer.kv.journal import Journal
+from jaxinfer.models.model import Model
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import FinishReason, Request, SequenceDelta
@@ -106,6 +108,58 @@ class Replicas:
 
     def reset_prefix_cache(self) -> int:
         return sum(engine.reset_prefix_cache() for engine in self._engines)
+
+    @property
+    def weight_version(self) -> int:
+        return self._engines[0].weight_version
+
+    @property
+    def shares_weights(self) -> bool:
+        return self._engines[0].shares_weights
+
+    @shares_weights.setter
+    def shares_weights(self, shares: bool) -> None:
+        for engine in self._engines:
+            engine.shares_weights = shares
+
+    @property
+    def pace(self) -> Pace:
+        paces = {engine.pace for engine in self._engines}
+        return Pace.DRAINING if Pace.DRAINING in paces else self._engines[0].pace
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        for engine in self._engines:
+            engine.pause(mode)
+
+    def resume(self) -> None:
+        for engine in self._engines:
+            engine.resume()
+
+    def stage(self, model: Model, *, drafts: bool = False) -> list[Any]:
+        return [engine.stage(model, drafts=drafts) for engine in self._devices]
+
+    def swap(self, weights: Sequence[list[Any]], version: int, *, restart: bool = True) -> None:
+        for engine in self._engines:
+            engine.settle()
+        for number, engine in enumerate(self._devices):
+            engine.swap([each[number] for each in weights], version, restart=restart)
+        for engine in self._engines[len(self._devices) :]:
+            engine.renew(version, restart=restart)
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        for engine in self._engines:
+            engine.doze()
+        for engine in self._devices:
+            engine.sleep(cache=cache, weights=weights)
+
+    def wake(self) -> None:
+        for engine in self._devices:
+            engine.wake()
+
+    @property
+    def _devices(self) -> Sequence[Engine]:
+        """One engine for each set of devices: the first rank's for all ranks."""
+        return self._engines if self.lockstep is None else self._engines[:1]
 
     def journals(self) -> list[Journal]:
         return [journal for engine in self._engines for journal in engine.journals()]

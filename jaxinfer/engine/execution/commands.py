@@ -17,7 +17,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt8
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.models.model import Model
 from jaxinfer.sampling import Logprobs, Sampled
+from jaxinfer.sampling_params import RequestError
 
 
 class DecodeBatch(NamedTuple):
@@ -331,9 +333,38 @@ class Executor(Protocol):
         """Return the bytes that the program with the largest working set uses on a device while it runs."""
         return 0
 
+    def stage(self, model: Model, *, drafts: bool = False) -> Any:
+        """Place parameters of a prepared model, perhaps not all, or of its draft model, beside those in use. From any
+        thread.
+
+        Raises:
+            RequestError: this executor cannot replace weights.
+        """
+        raise _fixed_weights()
+
+    def swap(self, weights: Sequence[Any]) -> None:
+        """Use what `stage` has placed, for programs that follow."""
+        raise _fixed_weights()
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        """Free the memory of pools and encoder cache, or of the parameters."""
+        raise _fixed_weights()
+
+    def wake(self) -> None:
+        """Make empty pools."""
+        raise _fixed_weights()
+
+    def deleted(self) -> str | None:
+        """Return the path of a parameter that another owner of its array has deleted."""
+        return None
+
     def digest(self) -> str | None:
         """Return a digest of all executables; None: it is not known for all of them."""
         return None
+
+
+def _fixed_weights() -> RequestError:
+    return RequestError("weights", "cannot be replaced, and memory not freed, where an engine has several processes")
 
 
 class SamplerSnapshot:

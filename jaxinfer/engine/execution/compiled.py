@@ -34,6 +34,7 @@ from jaxinfer.engine.execution.step import (
     unpack,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
+from jaxinfer.parallel.arrays import placed_like
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
@@ -152,7 +153,7 @@ def compile_moving(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) ->
 
 def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
     kind = _HeadWork if stage.is_head else _DraftWork if stage.drafts else _Work
-    abstract = _abstract(arrays)
+    abstract = placed_like(arrays)
     return kind(stage.described_by(abstract.params), abstract, engine)
 
 
@@ -532,10 +533,6 @@ def _tried(
 def _lowered(mesh: Mesh, job: _Job, fingerprints: Fingerprints) -> Any:
     with traced_for(mesh):
         return lower(mesh, job.function, job.arguments, job.donate, job.results, fingerprints)
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:

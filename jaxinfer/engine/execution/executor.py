@@ -37,9 +37,9 @@ from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import HostPages, slot_bytes
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.arrays import zeros
+from jaxinfer.parallel.arrays import overlaid, placed_like, put, zeros
 from jaxinfer.parallel.links import Link
-from jaxinfer.parallel.mesh import replicated, stages
+from jaxinfer.parallel.mesh import param_sharding, replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
@@ -62,8 +62,50 @@ class StageRuntime:
         self.banks = zeros(abstract_banks(stage, engine, mesh))
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.pools: list[Pool] = zeros(abstract_pools(model, engine, mesh))
-        self.host = HostPages(engine.host_pages)
+        self._host_pages = engine.host_pages
+        self.host = HostPages(self._host_pages)
         self.run: CompiledStage
+
+    def staged(self, model: Model, shared: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Place those parameters of a prepared model, perhaps not all, that this stage has.
+
+        Args:
+            shared: placed parameters of the model that a draft head shares; None: ``model`` is this stage's own.
+        """
+        specs, params = model.specs, model.params
+        if shared is not None:
+            pairs = [(own, theirs) for own, theirs in self.stage.model.config.shares if theirs in model.params]
+            specs = {own: self.stage.model.specs[own] for own, _ in pairs}
+            params = {own: shared.get(theirs, model.params[theirs]) for own, theirs in pairs}
+        own = [name for name in params if name in self.stage.model.specs]
+        specs, params = ({name: tree[name] for name in own} for tree in (specs, params))
+        placed = jax.tree.map(lambda spec, value: put(value, param_sharding(self.mesh, spec)), specs, params)
+        return jax.block_until_ready(placed)
+
+    def take(self, placed: Mapping[str, Any]) -> None:
+        """Replace parameters by those that `staged` has placed."""
+        tower = placed.get(VISION)
+        self.params = overlaid(self.params, text_part(placed))
+        self.tower = self.tower if tower is None else overlaid(self.tower, tower)
+
+    def deleted(self) -> str | None:
+        """Return the path of a parameter whose array was deleted; None: all are there."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.params)
+        return next(
+            (jax.tree_util.keystr(path, simple=True, separator=".") for path, x in leaves if x.is_deleted()), None
+        )
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        """Drop pools, host pages and encoder cache, or weights: their shapes stay."""
+        if cache:
+            self.pools, self.images = placed_like(self.pools), placed_like(self.images)
+            self.host = HostPages(self._host_pages)
+        if weights:
+            self.params, self.tower = placed_like(self.params), placed_like(self.tower)
+
+    def wake(self) -> None:
+        """Make empty pools, and an empty encoder cache."""
+        self.pools, self.images = zeros(self.pools), zeros(self.images)
 
     def arrive(self, tokens: Array) -> Array:
         """Copy sampled tokens to this stage's devices, from device to device. Does not block."""
@@ -189,6 +231,7 @@ class LocalExecutor:
         )
         for runtime, run in zip(computing, compiled, strict=True):
             runtime.run = run
+            runtime.stage = runtime.stage.without_weights()
 
     def _drafting(self, model: Model, mesh: Mesh) -> list[StageRuntime]:
         if not own_devices(mesh):
@@ -405,6 +448,37 @@ class LocalExecutor:
         for runtime in (*self.runtimes, *self.drafting):
             if runtime.pools:  # not a head without a cache
                 call(runtime)
+
+    # ---- new weights, and memory that is given back
+
+    def stage(self, model: Model, *, drafts: bool = False) -> list[dict[str, Any]]:
+        """See `Executor.stage`."""
+        if drafts:
+            return [*({} for _ in self.runtimes), *(runtime.staged(model) for runtime in self.drafting)]
+        placed = [runtime.staged(model) for runtime in self.runtimes]
+        heads = (runtime.staged(model, placed[-1]) if runtime.stage.is_head else {} for runtime in self.drafting)
+        return [*placed, *heads]
+
+    def swap(self, weights: Sequence[list[dict[str, Any]]]) -> None:
+        """See `Executor.swap`."""
+        for staged in weights:
+            for runtime, placed in zip((*self.runtimes, *self.drafting), staged, strict=True):
+                runtime.take(placed)
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        """See `Executor.sleep`."""
+        self.wait()
+        for runtime in (*self.runtimes, *self.drafting):
+            runtime.sleep(cache=cache, weights=weights)
+
+    def wake(self) -> None:
+        """See `Executor.wake`."""
+        for runtime in (*self.runtimes, *self.drafting):
+            runtime.wake()
+
+    def deleted(self) -> str | None:
+        """See `Executor.deleted`."""
+        return next((path for runtime in (*self.runtimes, *self.drafting) if (path := runtime.deleted())), None)
 
     # ---- calls before READY
 

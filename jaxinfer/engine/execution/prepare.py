@@ -82,6 +82,12 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     return Prepared(model, resolved, limits)
 
 
+def prepared_weights(model: Model, engine: ResolvedEngine, platform: str, mesh: Mesh) -> Model:
+    """Return a model, or a draft model, with parameters, perhaps not all, in the form in which `prepare` gives them."""
+    model = shardable_model(model, mesh)
+    return _for_kernels(model, engine.gemm_backend) if platform == "gpu" else model
+
+
 def _with_images(model: Model, config: EngineConfig) -> Model:
     """Return the model without its vision tower where the settings exclude images."""
     if model.vision is None or config.mm_limits.get("image") != 0:
@@ -92,7 +98,7 @@ def _with_images(model: Model, config: EngineConfig) -> Model:
 def _for_kernels(model: Model, gemm: Backend) -> Model:
     """Return the model with weights for GPU kernels; those of a vision tower stay as they are."""
     changed = model.for_kernels(gemm)
-    if model.vision is None:
+    if VISION not in model.params:
         return changed
     return changed.replace(
         specs={**changed.specs, VISION: model.specs[VISION]}, params={**changed.params, VISION: model.params[VISION]}

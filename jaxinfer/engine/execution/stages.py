@@ -17,6 +17,7 @@ from jaxinfer.layers.merged import Merged
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.head import DraftHead, HeadConfig
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import abstract
 from jaxinfer.quant import Unquantized, is_stored
 from jaxinfer.types import ParamTree
 
@@ -72,6 +73,10 @@ class Stage:
         specs, cache_spec = text_part(of.specs), of.cache_spec
         model = Model(of.module, params, of.config, of.family, specs=specs, cache_spec=cache_spec, vision=of.vision)
         return dataclasses.replace(self, model=model)
+
+    def without_weights(self) -> Stage:
+        """Return the stage with abstract parameters."""
+        return dataclasses.replace(self, model=self.model.replace(params=abstract(self.model.params), draft=None))
 
     @property
     def is_head(self) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.types import Request, SequenceDelta, added_versions
 
 
 class EngineDeadError(RuntimeError):
@@ -115,6 +115,8 @@ class DeltaStream:
 def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
     """Merge two deltas of one sample by extending ``first``, which the engine no longer uses. O(``then``), so that the
     cost does not grow with the deltas that a slow reader has not fetched."""
+    counts = len(first.token_ids), len(then.token_ids)
+    first.weight_versions = added_versions(first.weight_versions, counts[0], then.weight_versions, counts[1])
     first.token_ids += then.token_ids
     if then.logprobs:
         known = first.logprobs if isinstance(first.logprobs, list) else list(first.logprobs)

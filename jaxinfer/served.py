@@ -1,0 +1,413 @@
+"""`ServedModel`: a model and the engine that serves it, whose weights can change and whose memory can be freed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.engine.core import EngineCore, Pace, PauseMode
+from jaxinfer.engine.execution.stages import unshared
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.arrays import abstract, overlaid
+from jaxinfer.parallel.processes import own_part
+from jaxinfer.quant import Quantized, Unquantized, is_stored
+from jaxinfer.quant.make.again import LayoutError, quantized_again
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.types import HEAD, ParamSpec, ParamTree
+
+CACHE, WEIGHTS = "kv_cache", "weights"
+TAGS = (CACHE, WEIGHTS)
+MODES = ("wait", "keep", "abort")
+_AFTER_THE_LAYERS = frozenset(("final_norm", HEAD[0]))  # they change no keys and values
+_PAGE_LOCKED = "pinned_host"
+
+
+class WeightsError(RequestError):
+    """Weights that cannot be served: ``field`` is "params", "version" or the first wrong parameter; the served ones
+    are unchanged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightUpdate:
+    """Result of an update: version, bytes on a device, seconds of placing the arrays and of exchanging them."""
+
+    version: int
+    bytes: int
+    seconds: float
+    arrays: Mapping[str, weakref.ref[jax.Array]] = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def checksum(self) -> str:
+        """Digest of the new arrays (`checksum_of`), read to the host.
+
+        Raises:
+            WeightsError: they have been replaced since.
+        """
+        found = {path: reference() for path, reference in self.arrays.items()}
+        if any(array is None for array in found.values()):
+            raise WeightsError("version", f"={self.version} is not served any more")
+        return checksum_of(found.items())
+
+
+@dataclasses.dataclass
+class StagedWeights:
+    """Weights on the devices that are not served yet: placed parameters in portions, and the model's parameters."""
+
+    placed: list[Any]
+    params: dict[str, Any]
+    drafts: bool
+    shares: bool
+    seconds: float
+
+
+class ServedModel:
+    """The model of a running engine. Methods but `stage` are called between two steps of the engine.
+
+    Args:
+        model: the model, with the parameters that the engine was made with.
+        engine: its engine.
+        shares: the caller keeps references to the parameters.
+        check_finite: reject new weights with NaN or infinity.
+
+    Attributes:
+        model: its parameters are those that are served; abstract while they are asleep.
+    """
+
+    def __init__(self, model: Model, engine: EngineCore, *, shares: bool = False, check_finite: bool = False) -> None:
+        self.model, self.engine, self._check_finite = model, engine, check_finite
+        self._asleep: dict[str, _Kept | None] = {}  # by tag; weights with their copies on the host
+        self._dropped = self._resumes = False
+        self._staging = threading.Lock()
+        engine.shares_weights = shares
+
+    # ---- new weights
+
+    def update(self, weights: Any, *, version: int | None = None, **options: Any) -> WeightUpdate:
+        """`stage` new weights, and serve them: `commit`."""
+        self.require_version(version)
+        return self.commit(self.stage(weights, **options), version)
+
+    def stage(
+        self, weights: Any, *, partial: bool = False, drafts: bool = False, cast: bool = False, copy: bool = False
+    ) -> StagedWeights:
+        """Check new weights and place them on the engine's devices beside the served ones, layer by layer. From any
+        thread, while the engine computes.
+
+        Args:
+            weights: a nested dict of the model's own names, or a `Model`.
+            partial: it may lack parameters, which stay as they are.
+            drafts: they are those of the draft model or head.
+            cast: change their dtype to that of the served ones; false: another dtype is rejected.
+            copy: never use the given arrays themselves, which an optimizer may delete.
+
+        Raises:
+            WeightsError: names the first parameter that is missing, unknown or of another shape or dtype.
+        """
+        begun, model = time.perf_counter(), self._model(drafts)
+        given = weights.params if isinstance(weights, Model) else weights
+        if self._dropped and partial and not drafts:
+            raise WeightsError("partial", "=True: all parameters are needed after sleep(level=2)")
+        specs = selected(model.specs, given, partial=partial)
+        fit = functools.partial(_fitted, dtype=str(model.dtype), cast=cast, copy=copy)
+        ours = {name: _map_nodes(fit, node, given[name], (name,)) for name, node in specs.items()}
+        with self._staging:
+            placed, params = [], dict[str, Any]()
+            for name in specs:
+                part = model.replace(specs={name: specs[name]}, params={name: ours.pop(name)()}, draft=None)
+                placed.append(self.engine.stage(part, drafts=drafts))
+                params[name] = _placed_node(part.params[name], placed[-1], name)
+                if self._check_finite:
+                    _require_finite(params[name], name)
+        shares = not copy and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
+        return StagedWeights(placed, params, drafts, shares, time.perf_counter() - begun)
+
+    def commit(self, staged: StagedWeights, version: int | None = None) -> WeightUpdate:
+        """Serve staged weights. Sequences go on with their tokens, under the new weights.
+
+        Raises:
+            WeightsError: the version is not greater than the served one, or the weights are asleep.
+        """
+        begun, number = time.perf_counter(), self.require_version(version)
+        self._swap(staged, self.engine.weight_version if staged.drafts else number)
+        self.engine.shares_weights |= staged.shares
+        if not staged.drafts:
+            self._dropped = False
+            self._resume_awake()
+        arrays = {path: weakref.ref(array) for path, array in leaves_of(staged.params)}
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(staged.params))
+        return WeightUpdate(self.engine.weight_version, size, staged.seconds + time.perf_counter() - begun, arrays)
+
+    def _swap(self, staged: StagedWeights, version: int) -> None:
+        restart = not staged.drafts and bool(staged.params.keys() - _AFTER_THE_LAYERS)
+        self.engine.swap(staged.placed, version, restart=restart)
+        old = self.model.draft if staged.drafts else self.model
+        assert old is not None
+        new = old.replace(params=overlaid(old.params, staged.params))
+        self.model = self.model.replace(draft=new) if staged.drafts else new
+
+    def require_version(self, version: int | None) -> int:
+        """Return the number of the next version; raise WeightsError unless weights can be updated to ``version``."""
+        served = self.engine.weight_version
+        if WEIGHTS in self._asleep:
+            raise WeightsError("params", "cannot be updated while the weights are asleep: wake_up(['weights']) first")
+        if version is None:
+            return served + 1
+        if isinstance(version, bool) or not isinstance(version, int) or not served < version < 2**63:
+            raise WeightsError("version", f"={version!r} must be an integer greater than {served}, which is served")
+        return version
+
+    def _model(self, drafts: bool) -> Model:
+        if not drafts:
+            return self.model
+        if self.model.draft is None:
+            raise WeightsError("params", "are those of a draft model, and the engine has none")
+        return unshared(self.model.draft, self.model)
+
+    # ---- memory
+
+    @property
+    def asleep(self) -> list[str]:
+        """What is asleep: "kv_cache", "weights", both or nothing."""
+        return [tag for tag in TAGS if tag in self._asleep]
+
+    def sleep(self, level: int = 1, tags: Iterable[str] = TAGS) -> None:
+        """Free device memory: of the KV cache, and of the weights. The engine pauses as by `pause("keep")` until all is
+        awake again; requests wait. Compiled programs stay.
+
+        Args:
+            level: 1: the weights are copied to (page-locked) host memory. 2: they are dropped.
+
+        Raises:
+            RequestError: a value is wrong.
+        """
+        if level not in (1, 2) or isinstance(level, bool):
+            raise RequestError("level", f"={level!r} must be 1 or 2")
+        wanted = [tag for tag in require_tags(tags) if tag not in self._asleep]
+        if self.engine.pace is not Pace.PAUSED:
+            self._resumes = True
+            self.engine.pause("keep")
+        weights = _Kept.of(self.model) if WEIGHTS in wanted and level == 1 and not self._dropped else None
+        self.engine.sleep(cache=CACHE in wanted, weights=WEIGHTS in wanted)
+        if WEIGHTS in wanted:
+            self._dropped, self.model = self._dropped or level == 2, _without_weights(self.model)
+        self._asleep |= {tag: weights if tag == WEIGHTS else None for tag in wanted}
+
+    def wake_up(self, tags: Iterable[str] = TAGS) -> None:
+        """Take back what `sleep` freed. After level 2 the engine resumes when all weights have been updated."""
+        wanted = [tag for tag in require_tags(tags) if tag in self._asleep]
+        if WEIGHTS in wanted:
+            kept = self._asleep.pop(WEIGHTS)
+            for drafts, params in kept.on_device() if kept is not None else ():
+                self._swap(self.stage(params, drafts=drafts), self.engine.weight_version)
+        if CACHE in wanted:
+            self.engine.wake()
+            del self._asleep[CACHE]
+        self._resume_awake()
+
+    def _resume_awake(self) -> None:
+        if self._resumes and not self._asleep and not self._dropped:
+            self._resumes = False
+            self.engine.resume()
+
+    def resume(self) -> None:
+        """Resume a paused engine; raise RequestError while something is asleep."""
+        self.require_awake()
+        self._resumes = False
+        self.engine.resume()
+
+    def require_awake(self) -> None:
+        """Raise RequestError while something is asleep, or if weights were dropped and not updated."""
+        if self._asleep:
+            raise RequestError("engine", f"is asleep ({', '.join(self.asleep)}): wake_up() first")
+        if self._dropped:
+            raise RequestError("engine", "has no weights after sleep(level=2): update_weights(...) first")
+
+    # ---- checks
+
+    def checksums(self) -> dict[str, str]:
+        """Return a digest of each served parameter, by path."""
+        self.require_awake()
+        return {path: checksum_of([(path, array)]) for path, array in leaves_of(self.model.params)}
+
+
+class _Kept(NamedTuple):
+    """Weights of a model and of its draft model in host memory, and their shardings before."""
+
+    params: Any
+    shardings: Any
+    draft: _Kept | None
+
+    @staticmethod
+    def of(model: Model) -> _Kept:
+        hosted = jax.block_until_ready(jax.tree.map(_to_host, model.params))
+        draft = None if model.draft is None else _Kept.of(unshared(model.draft, model))
+        return _Kept(hosted, jax.tree.map(lambda x: x.sharding, model.params), draft)
+
+    def on_device(self) -> Iterator[tuple[bool, Any]]:
+        """Copy the weights back: those of the model, then those of the draft model (true)."""
+        yield False, jax.tree.map(jax.device_put, self.params, self.shardings)
+        if self.draft is not None:
+            yield True, jax.tree.map(jax.device_put, self.draft.params, self.draft.shardings)
+
+
+def _to_host(array: jax.Array) -> jax.Array:
+    """Copy an array to the host's memory, page-locked if possible; on a CPU it is there."""
+    device = next(iter(array.devices()))
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if device.platform == "cpu" or _PAGE_LOCKED not in kinds:
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(_PAGE_LOCKED))
+
+
+def _without_weights(model: Model) -> Model:
+    draft = None if model.draft is None else _without_weights(model.draft)
+    return model.replace(params=abstract(model.params), draft=draft)
+
+
+def require_mode(mode: str) -> PauseMode:
+    """Return the mode of a pause; raise RequestError if there is no such mode."""
+    if mode not in MODES:
+        raise RequestError("mode", f"={mode!r} must be one of {', '.join(MODES)}")
+    return mode  # type: ignore[return-value]
+
+
+def require_tags(tags: Iterable[str]) -> list[str]:
+    """Return the tags of `ServedModel.sleep`; raise RequestError for another one."""
+    listed = [tags] if isinstance(tags, str) else list(tags)
+    for tag in listed:
+        if tag not in TAGS:
+            raise RequestError("tags", f": {tag!r} must be one of {', '.join(TAGS)}")
+    return listed
+
+
+def checksum_of(arrays: Iterable[tuple[str, Any]]) -> str:
+    """Return a digest (BLAKE2b, 128 bits) of arrays: their paths, shapes, dtypes and bytes, in the order of the paths."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, array in sorted(arrays, key=lambda pair: pair[0]):
+        values = np.ascontiguousarray(np.asarray(array))
+        digest.update(f"{path} {values.shape} {values.dtype}".encode())
+        digest.update(values.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the arrays of a tree with their paths: ``layers_2.mlp.down``."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+def selected(specs: ParamTree, given: Any, *, partial: bool, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the specs of the given parameters.
+
+    Raises:
+        WeightsError: a parameter is unknown, or missing while not ``partial``.
+    """
+    if not isinstance(given, Mapping):
+        raise WeightsError(".".join(path) or "params", f"is a {type(given).__name__}, and must be a dict")
+    for name in given:
+        if name not in specs:
+            raise WeightsError(".".join((*path, name)), "is not a parameter of the model")
+    missing = [name for name in specs if name not in given]
+    if missing and not partial:
+        raise WeightsError(".".join((*path, missing[0])), "is missing")
+    return {
+        name: selected(node, given[name], partial=partial, path=(*path, name)) if isinstance(node, dict) else node
+        for name, node in specs.items()
+        if name in given
+    }
+
+
+def _map_nodes(function: Callable[[str, Any, Any], Any], specs: Any, given: Any, path: tuple[str, ...]) -> Any:
+    """Check the nodes of two trees, of which a stored weight is one, by ``function(path, spec, value)``; return what
+    makes the tree of its results."""
+    if isinstance(specs, dict):
+        made = {name: _map_nodes(function, node, given[name], (*path, name)) for name, node in specs.items()}
+        return lambda: {name: make() for name, make in made.items()}
+    return function(".".join(path), specs, given)
+
+
+def _fitted(path: str, spec: Any, value: Any, *, dtype: str, cast: bool, copy: bool) -> Callable[[], Any]:
+    """Check a given weight; return what converts it to the form of the served one.
+
+    Raises:
+        WeightsError: it has another shape or dtype, or cannot be stored in this form.
+    """
+    array = functools.partial(_array, dtype=dtype, cast=cast, copy=copy)
+    if not is_stored(spec):
+        return array(path, spec, value)
+    if isinstance(value, type(spec)):
+        specs, form = jax.tree.flatten(spec, is_leaf=lambda node: isinstance(node, ParamSpec))
+        leaves, own = jax.tree.flatten(value)
+        if own != form:
+            raise WeightsError(path, "is stored in another layout than the served weight")
+        made = [array(path, one, leaf) for one, leaf in zip(specs, leaves, strict=True)]
+        return lambda: form.unflatten([make() for make in made])
+    if isinstance(spec, Unquantized):  # turned: see `jaxinfer.quant.laid_out`
+        first = spec.layout == "in first"
+        plain = spec.shape if first else (spec.shape[-1], *spec.shape[:-1])
+        make = array(path, dataclasses.replace(spec.weight, shape=plain), value)
+        turn = (-1, 0) if first else (0, -1)
+        return lambda: spec.rebuilt({"weight": np.array(np.moveaxis(np.asarray(make()), *turn), order="C")})
+    return _quantized_again(path, spec, value)
+
+
+def _quantized_again(path: str, spec: Any, value: Any) -> Callable[[], Any]:
+    if not isinstance(spec, Quantized):
+        raise WeightsError(path, f"is stored in several layouts: give a {type(spec).__name__}")
+    _require_shape(path, spec.shape, value)
+    try:
+        jax.eval_shape(functools.partial(quantized_again, spec), jax.ShapeDtypeStruct(value.shape, np.float32))
+    except LayoutError as error:
+        raise WeightsError(path, f"cannot be quantised again: {error}") from error
+    return lambda: quantized_again(spec, jnp.asarray(value))
+
+
+def _array(path: str, spec: ParamSpec, value: Any, *, dtype: str, cast: bool, copy: bool) -> Callable[[], Any]:
+    _require_shape(path, spec.shape, value)
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise WeightsError(path, "was deleted: a program that donates its arguments took it")
+    wanted = jnp.dtype(spec.dtype or dtype)
+    if value.dtype != wanted and not cast:
+        raise WeightsError(path, f"is {value.dtype}, and must be {wanted}: cast=True converts it")
+    if isinstance(value, jax.Array) and (value.dtype == wanted or _platform(value) != "cpu"):
+        if value.dtype != wanted:
+            return lambda: value.astype(wanted)
+        return lambda: jax.device_put(value, value.sharding, may_alias=False) if copy else value
+    return lambda: np.array(value, wanted)  # a copy: an array of the caller may change
+
+
+def _platform(array: jax.Array) -> str:
+    return next(iter(array.devices())).platform
+
+
+def _require_shape(path: str, shape: tuple[int, ...], value: Any) -> None:
+    found = tuple(value.shape) if hasattr(value, "shape") and hasattr(value, "dtype") else type(value).__name__
+    if found != tuple(shape):
+        raise WeightsError(path, f"is {found}, and must be {tuple(shape)}")
+
+
+def _placed_node(own: Any, placed: Any, name: str) -> Any:
+    """Return a node with the placed arrays, as far as they are in its form; others stay the given ones."""
+    while isinstance(placed, list):
+        placed = next((each for each in placed if each), {})
+    there = placed.get(name)
+    if jax.tree.structure(own) != jax.tree.structure(there):
+        return own
+    return jax.tree.map(lambda mine, other: other if mine.shape == other.shape else mine, own, there)
+
+
+def _require_finite(node: Any, name: str) -> None:
+    for path, array in leaves_of({name: node}):
+        part = own_part(array) if isinstance(array, jax.Array) else np.asarray(array)
+        if jnp.issubdtype(part.dtype, jnp.floating) and not np.isfinite(part).all():
+            raise WeightsError(path, "has NaN or infinite values")
