@@ -41,9 +41,10 @@ from benchmarks.speculation import error_of_median, serve
 from benchmarks.traces import record
 from jaxinfer.engine.engine import _vocabulary
 from jaxinfer.helper_process import Helper
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.structured import masks as masks_module
 from jaxinfer.structured.grammar import compiled

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxinfer import research
     from jaxinfer.config import EngineConfig
-    from jaxinfer.llm import LLM, RequestOutput
+    from jaxinfer.llm import LLM
     from jaxinfer.loading import load_model
     from jaxinfer.lora.door import LoRARequest
     from jaxinfer.models.model import Model
+    from jaxinfer.outputs import RequestOutput
     from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
     from jaxinfer.serve.core.async_engine import AsyncEngine
 
@@ -23,7 +24,7 @@ _HOMES = {
     "LoRARequest": "jaxinfer.lora.door",
     "Model": "jaxinfer.models.model",
     "RequestError": "jaxinfer.sampling_params",
-    "RequestOutput": "jaxinfer.llm",
+    "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
     "Speculation": "jaxinfer.sampling_params",
     "__version__": "jaxinfer.version",

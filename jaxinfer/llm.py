@@ -9,13 +9,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import rich.console
 import rich.progress
 import rich.text
 
-from jaxinfer.brief import ShortRepr
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
@@ -24,6 +23,16 @@ from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, with_t
 from jaxinfer.loading import start_engine
 from jaxinfer.lora.door import LoRAChoice, LoRAFrontend
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    LogprobsDict,
+    RequestOutput,
+    Score,
+    empty_output,
+    score_of,
+)
 from jaxinfer.parsers.registry import detect
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured.grammar import require_compiled
@@ -35,69 +44,6 @@ from jaxinfer.types import FinishReason, PlacedImage, PositionLogprobs, Request,
 
 # Fields of a request that hold the prompt itself, as text or as tokens, and its images.
 _OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data")
-
-
-class Logprob(NamedTuple):
-    """Candidate token: its log-probability under the raw logits, its rank from 1, its text."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None
-
-
-LogprobsDict = dict[int, Logprob]
-
-
-@dataclasses.dataclass(repr=False)
-class CompletionOutput(ShortRepr):
-    """A sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
-    where drafts were accepted by that rule, which changes tokens (None: exact)."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[LogprobsDict] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    acceptance: str | None = None
-
-
-@dataclasses.dataclass(repr=False)
-class RequestOutput(ShortRepr):
-    """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    seed: int
-    prompt_logprobs: list[LogprobsDict | None] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finish_reason is not None for output in self.outputs)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Score(ShortRepr):
-    """Score of a continuation: tokens, log-probability of each, the sum, and whether each is the most likely one."""
-
-    token_ids: list[int]
-    logprobs: list[LogprobsDict]
-    logprob: float
-    is_greedy: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """A streaming delta of one output. ``request`` is the index of the prompt in the call."""
-
-    request: int
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
 
 
 class LLM(LoRAFrontend):
@@ -283,7 +229,7 @@ class LLM(LoRAFrontend):
         whole = [[*context, *ids] for ids in listed]
         made = self._requests("continuations", whole, [params] * len(whole))
         outputs = self._run(whole, self._adapted(made, lora))
-        return [_score(ids, output) for ids, output in zip(listed, outputs, strict=True)]
+        return [score_of(ids, output) for ids, output in zip(listed, outputs, strict=True)]
 
     def _token_ids(self, field: str, prompt: Prompt, add_special_tokens: bool = False) -> list[int]:
         ids = self._intake.encode(field, prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
@@ -413,7 +359,7 @@ class _Run:
         self._engine, self._tokenizer = engine, tokenizer
         resolved = _add_all(engine, requests)
         self._position = {request.request_id: i for i, request in enumerate(resolved)}
-        self.outputs = [_empty_output(p, request) for p, request in zip(prompts, resolved, strict=True)]
+        self.outputs = [empty_output(p, request) for p, request in zip(prompts, resolved, strict=True)]
         self._requests = resolved
         self._texts = {
             (request.request_id, index): Output(tokenizer, request)
@@ -481,25 +427,6 @@ def _add_all(engine: EngineCore, requests: Sequence[Request]) -> list[Request]:
             engine.abort(request.request_id)
         raise
     return added
-
-
-def _score(ids: list[int], output: RequestOutput) -> Score:
-    assert output.prompt_logprobs is not None  # they were requested
-    found = [position for position in output.prompt_logprobs[-len(ids) :] if position is not None]
-    chosen = [position[token] for token, position in zip(ids, found, strict=True)]
-    return Score(ids, found, math.fsum(c.logprob for c in chosen), all(c.rank == 1 for c in chosen))
-
-
-def _empty_output(prompt: Prompt, request: Request) -> RequestOutput:
-    seed = request.params.seed
-    assert seed is not None  # resolved by Engine.add
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[CompletionOutput(index) for index in range(request.params.n)],
-        seed=seed,
-    )
 
 
 Count = Callable[[int, int], None]

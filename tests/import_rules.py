@@ -47,6 +47,7 @@ LAYER = {
     "draft_heads": 8,
     # entry points, each above those that it uses
     "loading": 9,
+    "outputs": 9,
     "research": 9,
     "cli": 10,
     "llm": 10,
@@ -160,6 +161,7 @@ NO_JAX = (
     "jaxinfer.lora.slots",
     "jaxinfer.lora.store",
     "jaxinfer.lora.usage",
+    "jaxinfer.outputs",
     "jaxinfer.parallel.frames",
     "jaxinfer.parsers",
     "jaxinfer.planner",
