@@ -35,18 +35,19 @@ from jaxinfer.outputs import (
 )
 from jaxinfer.parsers.registry import detect
 from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.served import ServedModel, WeightFrontend, copied_arrays
 from jaxinfer.structured.grammar import require_compiled
 from jaxinfer.text.contents import messages_of, with_images
 from jaxinfer.text.intake import AnyPrompt, Intake, Prompt, as_prompts, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PlacedImage, PositionLogprobs, Request, SequenceDelta
+from jaxinfer.types import FinishReason, PlacedImage, PositionLogprobs, Request, SequenceDelta, added_versions
 
 # Fields of a request that hold the prompt itself, as text or as tokens, and its images.
 _OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data")
 
 
-class LLM(LoRAFrontend):
+class LLM(LoRAFrontend, WeightFrontend):
     """A model ready to generate: ``with LLM(...) as llm:``, or until `close`.
 
     Args:
@@ -56,6 +57,7 @@ class LLM(LoRAFrontend):
         config: the engine's settings.
         settings: fields of `EngineConfig` by name, overriding ``config``: max_model_len, max_num_seqs, num_pages, ...
         check_finite: reject weights with NaN or infinity.
+        copy: serve a copy of a `Model`'s parameters, which a program that donates them may then delete.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
 
     Raises:
@@ -74,11 +76,15 @@ class LLM(LoRAFrontend):
         chat_template: str | None = None,
         config: EngineConfig | None = None,
         check_finite: bool = False,
+        copy: bool = False,
         compilation_cache_dir: str | None = None,
         show_progress: bool = True,
         **settings: Any,
     ) -> None:
-        self._served: tuple[Model, EngineCore] | None = start_engine(
+        shares = isinstance(model, Model) and not copy
+        if isinstance(model, Model) and copy:
+            model = model.replace(params=copied_arrays(model.params))
+        loaded, engine = start_engine(
             model,
             _with_settings(config or EngineConfig(), settings),
             dtype,
@@ -88,6 +94,7 @@ class LLM(LoRAFrontend):
             compilation_cache_dir=compilation_cache_dir,
             show_progress=show_progress,
         )
+        self._served: ServedModel | None = ServedModel(loaded, engine, shares=shares, check_finite=check_finite)
         served, longest = self.model, self.engine.config.max_model_len
         parsers = detect("\n".join(served.chat_template.sources.values()) if served.chat_template is not None else "")
         self._intake = Intake(served.tokenizer, served.config.vocab_size, longest, self.engine.limits, parsers.thought)
@@ -115,13 +122,13 @@ class LLM(LoRAFrontend):
 
     @property
     def model(self) -> Model:
-        return self._open()[0]
+        return self._open().model
 
     @property
     def engine(self) -> EngineCore:
-        return self._open()[1]
+        return self._open().engine
 
-    def _open(self) -> tuple[Model, EngineCore]:
+    def _open(self) -> ServedModel:
         if self._served is None:
             raise RuntimeError("this LLM is closed: make another one")
         return self._served
@@ -197,6 +204,7 @@ class LLM(LoRAFrontend):
         requests: Sequence[Request],
         told: Callable[[Delta, RequestOutput], None] = lambda delta, whole: None,
     ) -> list[RequestOutput]:
+        self._open().require_running()
         run = _Run(self.engine, self.tokenizer, list(map(_bare, prompts)), requests)
         try:
             for delta in run:
@@ -386,6 +394,9 @@ class _Run:
         output = whole.outputs[delta.index]
         new = self._texts[key].take(delta)
         output.text += new.text
+        output.weight_versions = added_versions(
+            output.weight_versions, len(output.token_ids), new.weight_versions, len(new.token_ids)
+        )
         output.token_ids.extend(new.token_ids)
         self._take_logprobs(whole, output, new)
         if new.finish_reason is not None:

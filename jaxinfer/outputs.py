@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import Request
+from jaxinfer.types import Request, WeightVersions
 
 
 class Logprob(NamedTuple):
@@ -25,7 +25,8 @@ LogprobsDict = dict[int, Logprob]
 @dataclasses.dataclass(repr=False)
 class CompletionOutput(ShortRepr):
     """A sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
-    where drafts were accepted by that rule, which changes tokens (None: exact)."""
+    where drafts were accepted by that rule, which changes tokens (None: exact). ``weight_versions`` are pairs (version,
+    number of tokens), in order; empty: all tokens are of version 0."""
 
     index: int
     text: str = ""
@@ -35,6 +36,12 @@ class CompletionOutput(ShortRepr):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     acceptance: str | None = None
+    weight_versions: WeightVersions = ()
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that computed the last token; 0: those of the start."""
+        return self.weight_versions[-1][0] if self.weight_versions else 0
 
 
 @dataclasses.dataclass(repr=False)

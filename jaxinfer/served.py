@@ -118,6 +118,8 @@ class ServedModel:
         if self._dropped and partial and not drafts:
             raise WeightsError("partial", "=True: all parameters are needed after sleep(level=2)")
         specs = selected(model.specs, given, partial=partial)
+        if not jax.tree.leaves(specs, is_leaf=_is_spec):
+            raise WeightsError("params", "has no parameter")
         fit = functools.partial(_fitted, dtype=str(model.dtype), cast=cast, copy=copy)
         ours = {name: _map_nodes(fit, node, given[name], (name,)) for name, node in specs.items()}
         with self._staging:
@@ -219,6 +221,12 @@ class ServedModel:
             self._resumes = False
             self.engine.resume()
 
+    def require_running(self) -> None:
+        """Raise RequestError unless requests are computed now."""
+        self.require_awake()
+        if self.engine.pace is Pace.PAUSED:
+            raise RequestError("engine", "is paused: resume() first")
+
     def resume(self) -> None:
         """Resume a paused engine; raise RequestError while something is asleep."""
         self.require_awake()
@@ -274,6 +282,93 @@ def _without_weights(model: Model) -> Model:
     return model.replace(params=abstract(model.params), draft=draft)
 
 
+class WeightFrontend:
+    """Mixin of classes that have a `ServedModel`: new weights, pauses, and memory that is given back (docs/rl.md)."""
+
+    def _open(self) -> ServedModel:
+        raise NotImplementedError
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the served weights; 0: those of the start."""
+        return self._open().engine.weight_version
+
+    def update_weights(
+        self,
+        params: Any,
+        *,
+        version: int | None = None,
+        mode: str = "wait",
+        partial: bool = False,
+        cast: bool = False,
+        copy: bool = False,
+    ) -> WeightUpdate:
+        """Serve new weights: all of them from the same step on, without a compilation.
+
+        Args:
+            params: a nested dict of the model's own names, or a `Model`. Arrays are placed like the served ones; those
+                that are there already are used themselves, unless ``copy``.
+            version: number of the new weights, greater than that of the served ones (None: by 1).
+            mode: what becomes of running requests: "keep": they go on under the new weights, "abort": they end,
+                "wait": there are none, or the call is rejected.
+            partial: ``params`` may lack parameters, which stay as they are.
+            cast: convert arrays of another dtype, instead of rejecting them.
+
+        Raises:
+            WeightsError: names the first wrong parameter, or the version; the served weights are unchanged.
+        """
+        served = self._open()
+        served.require_version(version)
+        if require_mode(mode) == "wait" and served.engine.has_work:
+            raise RequestError("mode", "='wait' while requests of this LLM run: keep or abort them")
+        staged = served.stage(params, partial=partial, cast=cast, copy=copy)
+        if mode == "abort":
+            self.abort_all()
+        return served.commit(staged, version)
+
+    def update_draft_weights(self, params: Any, *, partial: bool = False, cast: bool = False) -> WeightUpdate:
+        """Serve new weights of the draft model or head, which change no output; see `update_weights`."""
+        return self._open().update(params, drafts=True, partial=partial, cast=cast)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return a digest of each served parameter, by path."""
+        return self._open().checksums()
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stop computing: after the step in flight ("keep"), or after ending all requests ("abort")."""
+        if require_mode(mode) == "wait" and self._open().engine.has_work:
+            raise RequestError("mode", "='wait' while requests of this LLM run: keep or abort them")
+        self._open().engine.pause("keep" if mode == "wait" else require_mode(mode))
+
+    def resume(self) -> None:
+        """Go on after `pause`; raise RequestError while something is asleep."""
+        self._open().resume()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._open().engine.pace is Pace.PAUSED
+
+    def abort_all(self) -> None:
+        """End all running requests."""
+        engine = self._open().engine
+        pace = engine.pace
+        engine.pause("abort")
+        if pace is Pace.RUNNING:
+            engine.resume()
+
+    def sleep(self, level: int = 1, tags: Iterable[str] = TAGS) -> None:
+        """Free device memory, see `ServedModel.sleep`. Until `wake_up` nothing is generated."""
+        self._open().sleep(level, tags)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take back what `sleep` freed (None: all of it)."""
+        self._open().wake_up(TAGS if tags is None else tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._open().asleep)
+
+
 def require_mode(mode: str) -> PauseMode:
     """Return the mode of a pause; raise RequestError if there is no such mode."""
     if mode not in MODES:
@@ -290,8 +385,13 @@ def require_tags(tags: Iterable[str]) -> list[str]:
     return listed
 
 
+def copied_arrays(tree: Any) -> Any:
+    """Return copies of arrays, where they are."""
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), tree)
+
+
 def checksum_of(arrays: Iterable[tuple[str, Any]]) -> str:
-    """Return a digest (BLAKE2b, 128 bits) of arrays: their paths, shapes, dtypes and bytes, in the order of the paths."""
+    """Return a digest (BLAKE2b, 128 bits) of arrays, in the order of their paths: path, shape, dtype and bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for path, array in sorted(arrays, key=lambda pair: pair[0]):
         values = np.ascontiguousarray(np.asarray(array))
@@ -346,7 +446,7 @@ def _fitted(path: str, spec: Any, value: Any, *, dtype: str, cast: bool, copy: b
     if not is_stored(spec):
         return array(path, spec, value)
     if isinstance(value, type(spec)):
-        specs, form = jax.tree.flatten(spec, is_leaf=lambda node: isinstance(node, ParamSpec))
+        specs, form = jax.tree.flatten(spec, is_leaf=_is_spec)
         leaves, own = jax.tree.flatten(value)
         if own != form:
             raise WeightsError(path, "is stored in another layout than the served weight")
@@ -384,6 +484,10 @@ def _array(path: str, spec: ParamSpec, value: Any, *, dtype: str, cast: bool, co
             return lambda: value.astype(wanted)
         return lambda: jax.device_put(value, value.sharding, may_alias=False) if copy else value
     return lambda: np.array(value, wanted)  # a copy: an array of the caller may change
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, ParamSpec)
 
 
 def _platform(array: jax.Array) -> str:

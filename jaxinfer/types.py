@@ -192,7 +192,7 @@ class PositionLogprobs(NamedTuple):
 
 
 WeightVersions = tuple[tuple[int, int], ...]
-"""Versions of the weights that computed the tokens of an output: (version, tokens), in order; empty: all are of version 0.
+"""Versions of the weights that computed an output: (version, tokens), in order; empty: all tokens are of version 0.
 """
 
 
@@ -204,6 +204,13 @@ def added_versions(first: WeightVersions, count: int, then: WeightVersions, more
     *before, (version, tokens) = [each for each in first if each[1]] or [(then[0][0], 0)]
     same = then[0][0] == version
     return (*before, (version, tokens + then[0][1]), *then[1:]) if same else (*before, (version, tokens), *then)
+
+
+def first_versions(versions: WeightVersions, count: int) -> WeightVersions:
+    """Return the versions of the first ``count`` tokens."""
+    ends = list(itertools.accumulate((tokens for _, tokens in versions), initial=0))
+    parts = ((version, min(tokens, count - start)) for (version, tokens), start in zip(versions, ends, strict=False))
+    return tuple(part for part in parts if part[1] > 0)
 
 
 @dataclasses.dataclass(slots=True)

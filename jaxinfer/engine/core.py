@@ -29,7 +29,6 @@ from jaxinfer.structured.masks import Masks
 from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
-
 PauseMode = Literal["wait", "keep", "abort"]
 
 

@@ -110,8 +110,8 @@ class DeletedWeightsError(RuntimeError):
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"{path} was deleted: a program that donates its arguments, such as an optimizer's step, took the array that "
-            f"is served. Serve a copy: LLM(model, copy=True), update_weights(params, copy=True)"
+            f"{path} was deleted: a program that donates arguments, such as an optimizer's step, took an array that is "
+            f"served. Serve a copy: LLM(model, copy=True), update_weights(params, copy=True)"
         )
 
 

@@ -10,7 +10,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.stop import StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, WeightVersions, first_versions
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights overflow"
 """Message for an output that ended with non-finite logits."""
@@ -35,6 +35,7 @@ class OutputDelta:
         stop_reason: under "stop", the request's own stop token or stop string that ended it; under "error", the reason.
         prompt_logprobs: in the first delta of output 0, if requested; the first entry is None.
         acceptance: with the finish reason: "typical" where drafts were accepted by that rule; None: exact.
+        weight_versions: of the tokens, in order; see `WeightVersions`.
     """
 
     index: int
@@ -45,6 +46,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     acceptance: str | None = None
+    weight_versions: WeightVersions = ()
 
 
 class Output:
@@ -83,6 +85,7 @@ class Output:
                 made.text += rest
             if stop is not None:
                 made.stop_reason, reason = stop, FinishReason.STOP
+        made.weight_versions = first_versions(delta.weight_versions, len(made.token_ids))
         if reason is FinishReason.NOT_FINITE:
             self.ended, made.finish_reason, made.stop_reason = True, FinishReason.ERROR.value, NOT_FINITE
         elif reason is FinishReason.UNAVAILABLE:
