@@ -234,7 +234,7 @@ class EngineLoop:
         if self.pace is Pace.DRAINING and self._scheduler.drained:
             self.pause("keep")
         if self._settled:
-            deltas, self._settled = [*self._settled, *deltas], []
+            deltas, self._settled = _joined([*self._settled, *deltas]), []
         return deltas
 
     # ---- pauses and new weights
@@ -296,6 +296,15 @@ class EngineLoop:
 
     def check(self) -> None:
         self._scheduler.check()
+
+
+def _joined(deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+    """Return one delta for each sample."""
+    found: dict[tuple[str, int], SequenceDelta] = {}
+    for delta in deltas:
+        key = delta.request_id, delta.index
+        found[key] = found[key].extended(delta) if key in found else delta
+    return list(found.values())
 
 
 def seed_source(config: ResolvedEngine) -> Callable[[], int]:
