@@ -216,6 +216,8 @@ class SamplingParams:
         prompt_logprobs: number of most likely tokens per prompt position; shown with --json
         logit_bias: numbers from -100 to 100 by token id, added to the logits
         allowed_token_ids: the only token ids that may be generated, at least one
+        forced_token_ids: the output is exactly these token ids, with their own log probabilities; max_tokens is their
+            number
         bad_words: at most 64 texts of 1 to 1024 characters that must not occur in the output; they may make at most 32
             token sequences of at most 8 tokens
         stop: at most 64 strings of 1 to 1024 characters, or one; each ends the output
@@ -249,6 +251,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _field(None, low=0)
     logit_bias: Mapping[int, float] | None = _field(None, probe={0: 3.0})
     allowed_token_ids: Sequence[int] | None = _field(None)
+    forced_token_ids: Sequence[int] | None = _field(None)
     bad_words: Sequence[str] | None = _field(None)
     stop: str | Sequence[str] | None = _field(None)
     stop_token_ids: Sequence[int] | None = _field(None)
@@ -263,6 +266,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or not optional:
                 object.__setattr__(self, name, check(name, value))
+        if self.forced_token_ids is not None:
+            _check_forced(self)
+            object.__setattr__(self, "max_tokens", len(self.forced_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -272,6 +278,11 @@ class SamplingParams:
     def typical(self) -> bool:
         """Whether drafts of this request are accepted by typical acceptance, which is lossy."""
         return isinstance(self.speculation, Speculation) and self.speculation.acceptance == "typical"
+
+    @property
+    def never_ends_before(self) -> int:
+        """Number of generated tokens before which no token ends an output."""
+        return self.min_tokens if self.forced_token_ids is None else len(self.forced_token_ids)
 
     @property
     def grammar(self) -> tuple[str, str] | None:
@@ -290,6 +301,18 @@ PARAMETERS: Mapping[str, Parameter] = {
     for field in dataclasses.fields(SamplingParams)
 }
 """Sampling parameters by name."""
+
+
+def _check_forced(params: SamplingParams) -> None:
+    """Reject what cannot be combined with forced tokens: it would choose other tokens, or another end."""
+    if not params.forced_token_ids:
+        _refuse("forced_token_ids", params.forced_token_ids, "must hold at least one token id")
+    for name in ("n", "min_tokens", "thinking_token_budget", "stop", "structured_outputs"):
+        value = getattr(params, name)
+        if value != PARAMETERS[name].default and value != ():
+            _refuse(name, value, "and forced_token_ids exclude each other")
+    if params.typical:
+        _refuse("speculation.acceptance", "typical", "and forced_token_ids exclude each other")
 
 
 def _refuse(field: str, value: object, reason: str) -> NoReturn:
@@ -462,6 +485,7 @@ class SamplingLimits:
         max_logprobs: top logprobs of one position.
         drafts: the engine speculates, so that requests may choose an acceptance rule.
         grammars: the engine supports structured outputs.
+        masks: the decode programs take token masks, which force tokens.
     """
 
     max_stop_ids: int = 64
@@ -470,6 +494,7 @@ class SamplingLimits:
     max_logprobs: int = 20
     drafts: bool = False
     grammars: bool = False
+    masks: bool = False
 
 
 def validate_request(
@@ -505,6 +530,8 @@ def validate_request(
         most = f"must hold at most {limits.max_stop_ids} ids, EOS included, not {len(stops)}"
         raise RequestError("stop_token_ids", most)
     _check_bad_words(bad_words_ids, vocab_size, limits)
+    if params.forced_token_ids is not None:
+        _check_trace(params.forced_token_ids, len(prompt_token_ids), vocab_size, max_model_len, limits)
     _check_logprobs("logprobs", params.logprobs, limits.max_logprobs)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_logprobs)
     if params.typical and not limits.drafts:
@@ -565,6 +592,24 @@ def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int, limits: Sa
             sizes = f"1 to {limits.max_bad_word_tokens} tokens, not {len(word)}"
             raise RequestError("bad_words", f": {list(word)} must have {sizes}")
         check_token_ids("bad_words", word, vocab_size)
+
+
+def _check_trace(
+    forced: Sequence[int], prompt: int, vocab_size: int, max_model_len: int, limits: SamplingLimits
+) -> None:
+    """Check forced tokens: a trace is never cut."""
+    check_token_ids("forced_token_ids", forced, vocab_size)
+    if not limits.masks:
+        why = "structured_output_helpers is 0, or enable_dp_attention is on"
+        raise RequestError("forced_token_ids", f"is not served: {why}")
+    if prompt + len(forced) > max_model_len:
+        raise ContextLengthError(
+            "forced_token_ids",
+            f"has {len(forced)} tokens after a prompt of {prompt}: together they have at most {max_model_len} "
+            f"(max_model_len)",
+            f"{prompt + len(forced)} tokens",
+            max_model_len,
+        )
 
 
 def _check_logprobs(field: str, value: int | None, most: int) -> None:

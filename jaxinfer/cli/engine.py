@@ -18,7 +18,7 @@ MAX_TOKENS = 128
 
 # Options passed to SamplingParams under the same name; the defaults are those of the checkpoint or the field.
 _NUMBERS = {row.name: row for row in PARAMETERS.values() if row.kind in ("int", "float")}
-_LISTS = ("stop", "stop_token_ids", "bad_words")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "forced_token_ids")
 _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -78,6 +78,8 @@ def add_sampling(parser: Parser) -> None:
     _add_structured(group)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop string of the output; may be repeated")
     group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="token ids that end the output")
+    forced = "the token ids of the output, to score them"
+    group.add_argument("--forced-token-ids", type=int, nargs="+", metavar="N", help=forced)
     group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that must not occur in the output")
     group.add_argument("--ignore-eos", action="store_true", help="continue after the EOS token")
     group.add_argument("--include-stop-str-in-output", action="store_true", help="keep the stop string in the output")

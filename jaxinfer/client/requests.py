@@ -67,6 +67,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
+    forced_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
     seed: int | None
     max_tokens: int | None
@@ -245,9 +246,10 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
     if name == "logit_bias":
         for token, bias in value.items():
             guarded(name, value, sampling.logit_bias.__setitem__, token, bias)
-    elif name == "allowed_token_ids":
-        sampling.allowed_token_ids.SetInParent()  # an empty list is not the same as none
-        extend(name, sampling.allowed_token_ids.ids, value)
+    elif name in ("allowed_token_ids", "forced_token_ids"):
+        message = getattr(sampling, name)
+        message.SetInParent()  # an empty list is not the same as none
+        extend(name, message.ids, value)
     elif name == "speculation":
         _set_named("speculation", sampling.speculation, value)
     elif name == "structured_outputs":

@@ -78,6 +78,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         max_logprobs=resolved.max_logprobs,
         drafts=resolved.speculative is not None,
         grammars=resolved.grammars and model.tokenizer is not None,
+        masks=resolved.grammars,
     )
     return Prepared(model, resolved, limits)
 

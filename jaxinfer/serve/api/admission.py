@@ -107,6 +107,7 @@ def _check_sizes(sampling: Mapping[str, Any], card: ModelCard, limits: ServeLimi
         "bad_words": limits.bad_words,
         "logit_bias": limits.logit_bias,
         "allowed_token_ids": card.vocab_size,
+        "forced_token_ids": card.max_model_len,
     }
     for field, most in sizes.items():
         value = sampling.get(field)

@@ -34,7 +34,7 @@ from jaxinfer.serve.frontend.scoring import check_continuations, check_lengths, 
 from jaxinfer.serve.runtime.event_loop import INLINE, off_loop
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.serve.workers.normalize import normalize_messages
-from jaxinfer.serve.workers.tasks import LONG_CHARACTERS, Grammars, LongTexts, Renderer, has_grammars
+from jaxinfer.serve.workers.tasks import LONG_CHARACTERS, Grammars, LongTexts, Renderer, has_grammars, has_masks
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.contents import GivenImage, images_in, with_images
 from jaxinfer.text.intake import Intake
@@ -101,7 +101,8 @@ class Frontend:
         self._scope, self._weight, self._images = scope, weight, images
         self._allow_templates = allow_request_templates
         drafts = card.engine.get("speculative") not in (None, GRAMMAR)
-        bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=has_grammars(card, tokenizer))
+        grammars, masks = has_grammars(card, tokenizer), has_masks(card)
+        bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=grammars, masks=masks)
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds, parsers.thought)
         self._renderer, self._grammars = Renderer(template, template_seconds), Grammars()
         self._sources = list(template.sources.values()) if template is not None else []
