@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from jaxtyping import Float32, Int32
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import Request
+from jaxinfer.types import PositionLogprobs, Request
 
 
 class Logprob(NamedTuple):
@@ -21,20 +25,78 @@ class Logprob(NamedTuple):
 
 LogprobsDict = dict[int, Logprob]
 
+TokenText = Callable[[int], str | None]
+"""Function that returns a token's text."""
+
+
+class TokenLogprobs(Sequence[LogprobsDict]):
+    """Candidates of each position, as dictionaries by token id that are made when they are first read."""
+
+    def __init__(self, positions: Sequence[PositionLogprobs], token_text: TokenText) -> None:
+        self._positions, self._text = positions, token_text
+        self._made: list[LogprobsDict] = []
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> LogprobsDict: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LogprobsDict]: ...
+    def __getitem__(self, index: int | slice) -> LogprobsDict | list[LogprobsDict]:
+        more = self._positions[len(self._made) :]
+        self._made += [candidates_of(position, self._text) for position in more]
+        return self._made[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == other[:]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self[:],)  # copies and pickles are lists
+
+
+def candidates_of(position: PositionLogprobs, token_text: TokenText) -> LogprobsDict:
+    """Return the candidates of a position by token id."""
+    return {c.token_id: Logprob(c.logprob, c.rank, token_text(c.token_id)) for c in (*position.top, position.chosen)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenArrays:
+    """The numbers of one output as numpy arrays, an entry for each token. None: not requested."""
+
+    token_ids: Int32[np.ndarray, " tokens"]
+    logprobs: Float32[np.ndarray, " tokens"] | None
+
 
 @dataclasses.dataclass(repr=False)
 class CompletionOutput(ShortRepr):
     """A sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
-    where drafts were accepted by that rule, which changes tokens (None: exact)."""
+    where drafts were accepted by that rule, which changes tokens (None: exact). ``positions`` is what ``logprobs`` and
+    `arrays` are made of."""
 
     index: int
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[LogprobsDict] | None = None
+    logprobs: Sequence[LogprobsDict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     acceptance: str | None = None
+    positions: list[PositionLogprobs] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def arrays(self) -> TokenArrays:
+        """Tokens and requested numbers, without a dictionary for each token; made anew at each call."""
+        chosen = [position.chosen.logprob for position in self.positions]
+        return TokenArrays(
+            np.array(self.token_ids, np.int32),
+            np.array(chosen, np.float32) if len(chosen) == len(self.token_ids) else None,
+        )
 
 
 @dataclasses.dataclass(repr=False)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.cli.interrupts import leaving_at_once
-from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.loading import model_folder
 from jaxinfer.lora.door import LoRARequest
+from jaxinfer.outputs import CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
@@ -164,6 +165,7 @@ def _print_all(outputs: list[RequestOutput], as_json: bool) -> None:
 def _as_json(output: RequestOutput) -> dict[str, Any]:
     fields = dataclasses.asdict(output)
     for completion in fields["outputs"]:
+        del completion["positions"]
         completion["logprobs"] = _logprobs_json(completion["logprobs"])
     fields["prompt_logprobs"] = _logprobs_json(fields["prompt_logprobs"])
     return fields
