@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int32
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import PositionLogprobs, Request
+from jaxinfer.types import PositionExtras, PositionLogprobs, Request
 
 
 class Logprob(NamedTuple):
@@ -60,6 +60,10 @@ class TokenLogprobs(Sequence[LogprobsDict]):
         return list, (self[:],)  # copies and pickles are lists
 
 
+def _vocabularies(extras: Iterable[PositionExtras]) -> list[np.ndarray]:
+    return [np.frombuffer(each.vocabulary or b"", np.float32) for each in extras]
+
+
 def candidates_of(position: PositionLogprobs, token_text: TokenText) -> LogprobsDict:
     """Return the candidates of a position by token id."""
     return {c.token_id: Logprob(c.logprob, c.rank, token_text(c.token_id)) for c in (*position.top, position.chosen)}
@@ -67,10 +71,42 @@ def candidates_of(position: PositionLogprobs, token_text: TokenText) -> Logprobs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenArrays:
-    """The numbers of one output as numpy arrays, an entry for each token. None: not requested."""
+    """The numbers of one output as numpy arrays, an entry for each token. None: not requested.
+
+    Attributes:
+        logprobs: log probability of each token, or what ``logprobs_mode`` says.
+        entropies: in nats.
+        token_logprobs: of the ``logprob_token_ids``.
+        sampling_mask: token ids that the sampler could draw, as ``indptr`` and ``indices`` of a CSR matrix: those of
+            token i are ``indices[indptr[i] : indptr[i + 1]]``, ascending.
+        vocabulary: log probabilities of the whole vocabulary.
+    """
 
     token_ids: Int32[np.ndarray, " tokens"]
-    logprobs: Float32[np.ndarray, " tokens"] | None
+    logprobs: Float32[np.ndarray, " tokens"] | None = None
+    entropies: Float32[np.ndarray, " tokens"] | None = None
+    token_logprobs: Float32[np.ndarray, "tokens ids"] | None = None
+    sampling_mask: tuple[Int32[np.ndarray, " bounds"], Int32[np.ndarray, " kept"]] | None = None
+    vocabulary: Float32[np.ndarray, "tokens vocab"] | None = None
+
+
+def arrays_of(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> TokenArrays:
+    """Return the arrays of tokens and, where they were requested, of their log probabilities and extras."""
+    tokens = np.array(token_ids, np.int32)
+    if not positions:
+        return TokenArrays(tokens, None if token_ids else np.zeros(0, np.float32))
+    extras = [position.extras or PositionExtras() for position in positions]
+    first = extras[0]
+    kept = [np.frombuffer(each.kept or b"", np.int32) for each in extras]
+    bounds = np.cumsum([0, *map(len, kept)], dtype=np.int32)
+    return TokenArrays(
+        tokens,
+        np.array([position.chosen.logprob for position in positions], np.float32),
+        None if first.entropy is None else np.array([each.entropy for each in extras], np.float32),
+        np.array([each.token_logprobs for each in extras], np.float32) if first.token_logprobs else None,
+        None if first.kept is None else (bounds, np.concatenate(kept)),
+        None if first.vocabulary is None else np.stack(_vocabularies(extras)),
+    )
 
 
 @dataclasses.dataclass(repr=False)
@@ -92,11 +128,7 @@ class CompletionOutput(ShortRepr):
     @property
     def arrays(self) -> TokenArrays:
         """Tokens and requested numbers, without a dictionary for each token; made anew at each call."""
-        chosen = [position.chosen.logprob for position in self.positions]
-        return TokenArrays(
-            np.array(self.token_ids, np.int32),
-            np.array(chosen, np.float32) if len(chosen) == len(self.token_ids) else None,
-        )
+        return arrays_of(self.token_ids, self.positions)
 
 
 @dataclasses.dataclass(repr=False)

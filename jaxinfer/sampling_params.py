@@ -48,6 +48,10 @@ class QueueFullError(RequestError):
         super().__init__(None, reason)
 
 
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+"""Values of ``logprobs_mode``, vLLM's."""
+MAX_LOGPROB_TOKEN_IDS = 128
+
 _ACCEPTANCES = ("exact", "typical")
 _MAX_DRAFT = 2**31 - 1
 _INT64 = 2**63 - 1
@@ -164,6 +168,8 @@ class Parameter:
             Every other API has all fields.
         neutral: value without effect of the sampler's array of this name, for unused slots; None: there is no array.
         probe: value with an effect on the device, for the probe of batch invariance; None: no value has one.
+        choices: valid texts.
+        trains: values other than the default need ``enable_training_outputs``.
     """
 
     name: str
@@ -177,6 +183,8 @@ class Parameter:
     also_in: Collection[str] = ()
     neutral: float | None = None
     probe: Any = None
+    choices: Collection[str] = ()
+    trains: bool = False
 
 
 def _field(default: Any, **facts: Any) -> Any:
@@ -192,7 +200,9 @@ _ALL = (*_APIS, "generation_config")
 class SamplingParams:
     """Parameters of sampling and stopping. Names and defaults are vLLM's. The fields are the rows of `PARAMETERS`.
 
-    Log probabilities are those of the raw logits, before any processor. ``seed`` None is drawn once, at admission.
+    Log probabilities are those of the raw logits, before any processor, unless ``logprobs_mode`` says otherwise.
+    ``logprob_token_ids``, ``return_entropy`` and ``return_sampling_mask`` imply ``logprobs`` 0. ``seed`` None is drawn
+    once, at admission.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` and ``top_n_sigma`` -1 to 0, sequences and a
     single ``stop`` string to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the
@@ -212,8 +222,14 @@ class SamplingParams:
         n: number of outputs per prompt
         min_tokens: minimum number of generated tokens per output
         thinking_token_budget: reasoning budget: end the think block after N tokens
-        logprobs: number of most likely tokens to return with log probabilities, per output position
+        logprobs: number of most likely tokens to return with log probabilities, per output position; -1: the whole
+            vocabulary, where max_logprobs is -1
         prompt_logprobs: number of most likely tokens per prompt position; shown with --json
+        logprobs_mode: what log probabilities of the output are: raw_logprobs, raw_logits (before any processor),
+            processed_logprobs or processed_logits (after all of them, with temperature)
+        logprob_token_ids: up to 128 token ids whose log probabilities are returned at each output position
+        return_entropy: return the entropy at each output position
+        return_sampling_mask: return the token ids that the sampler could draw at each output position
         logit_bias: numbers from -100 to 100 by token id, added to the logits
         allowed_token_ids: the only token ids that may be generated, at least one
         forced_token_ids: the output is exactly these token ids, with their own log probabilities; max_tokens is their
@@ -247,8 +263,12 @@ class SamplingParams:
     n: int = _field(1, low=1, high=1024)
     min_tokens: int = _field(0, low=0, high=_INT64, neutral=0, probe=1)
     thinking_token_budget: int | None = _field(None, low=0, high=_INT64, also_in=("responses",))
-    logprobs: int | None = _field(None, low=0, probe=1)
+    logprobs: int | None = _field(None, low=-1, probe=1)
     prompt_logprobs: int | None = _field(None, low=0)
+    logprobs_mode: str = _field(LOGPROBS_MODES[0], choices=LOGPROBS_MODES, trains=True)
+    logprob_token_ids: Sequence[int] | None = _field(None, trains=True)
+    return_entropy: bool = _field(False, trains=True)
+    return_sampling_mask: bool = _field(False, trains=True)
     logit_bias: Mapping[int, float] | None = _field(None, probe={0: 3.0})
     allowed_token_ids: Sequence[int] | None = _field(None)
     forced_token_ids: Sequence[int] | None = _field(None)
@@ -269,6 +289,9 @@ class SamplingParams:
         if self.forced_token_ids is not None:
             _check_forced(self)
             object.__setattr__(self, "max_tokens", len(self.forced_token_ids))
+        _check_outputs(self)
+        if self.logprobs is None and (self.logprob_token_ids or self.return_entropy or self.return_sampling_mask):
+            object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -278,6 +301,13 @@ class SamplingParams:
     def typical(self) -> bool:
         """Whether drafts of this request are accepted by typical acceptance, which is lossy."""
         return isinstance(self.speculation, Speculation) and self.speculation.acceptance == "typical"
+
+    @property
+    def training_output(self) -> str | None:
+        """The first field that needs ``enable_training_outputs``; None: there is none."""
+        if self.logprobs == -1:
+            return "logprobs"
+        return next((name for name in _TRAINING if getattr(self, name) != PARAMETERS[name].default), None)
 
     @property
     def never_ends_before(self) -> int:
@@ -301,6 +331,26 @@ PARAMETERS: Mapping[str, Parameter] = {
     for field in dataclasses.fields(SamplingParams)
 }
 """Sampling parameters by name."""
+
+
+_TRAINING = tuple(row.name for row in PARAMETERS.values() if row.trains)
+
+
+def _check_outputs(params: SamplingParams) -> None:
+    if params.logprob_token_ids is not None and not 0 < len(params.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS:
+        size = len(params.logprob_token_ids)
+        raise RequestError("logprob_token_ids", f"must hold 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, not {size}")
+    if params.prompt_logprobs is not None and params.logprobs_mode != LOGPROBS_MODES[0]:
+        _refuse("logprobs_mode", params.logprobs_mode, "and prompt_logprobs exclude each other: these are raw")
+    if params.return_sampling_mask and params.temperature > 0 and not _filters(params):
+        why = "needs one of top_p, top_k, min_p, top_n_sigma, allowed_token_ids: nothing is filtered"
+        _refuse("return_sampling_mask", True, why)
+
+
+def _filters(params: SamplingParams) -> bool:
+    """Whether the sampler draws from a part of the vocabulary."""
+    numbers = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.top_n_sigma > 0
+    return numbers or params.allowed_token_ids is not None or params.structured_outputs is not None
 
 
 def _check_forced(params: SamplingParams) -> None:
@@ -365,6 +415,12 @@ def _strings(field: str, value: object) -> tuple[str, ...]:
         if not 0 < len(item) <= _MAX_CHARACTERS:
             _refuse(field, item, f"must have 1 to {_MAX_CHARACTERS} characters, not {len(item)}")
     return tuple(items)
+
+
+def _choice(choices: Collection[str], field: str, value: object) -> str:
+    if not isinstance(value, str) or value not in choices:
+        _refuse(field, value, f"must be one of {', '.join(choices)}")
+    return value
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:
@@ -461,6 +517,8 @@ _KINDS: Mapping[str, Callable[[str, object], Any]] = {
 
 def _check_of(row: Parameter) -> Callable[[str, object], Any]:
     """Return the function that checks and normalises values of a parameter."""
+    if row.kind == "str":
+        return functools.partial(_choice, row.choices)
     if row.kind not in ("int", "float"):
         return _KINDS[row.kind]
     range_: dict[str, Any] = {"low": row.low, "high": row.high}
@@ -486,6 +544,8 @@ class SamplingLimits:
         drafts: the engine speculates, so that requests may choose an acceptance rule.
         grammars: the engine supports structured outputs.
         masks: the decode programs take token masks, which force tokens.
+        training: the engine has outputs for training (``enable_training_outputs``).
+        whole: these may be of the whole vocabulary.
     """
 
     max_stop_ids: int = 64
@@ -495,6 +555,8 @@ class SamplingLimits:
     drafts: bool = False
     grammars: bool = False
     masks: bool = False
+    training: bool = False
+    whole: bool = False
 
 
 def validate_request(
@@ -532,6 +594,11 @@ def validate_request(
     _check_bad_words(bad_words_ids, vocab_size, limits)
     if params.forced_token_ids is not None:
         _check_trace(params.forced_token_ids, len(prompt_token_ids), vocab_size, max_model_len, limits)
+    check_token_ids("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
+    if params.logprobs == -1 and not limits.whole:
+        raise RequestError("logprobs", "=-1, the whole vocabulary, needs max_logprobs=-1 (enable_training_outputs)")
+    if (name := params.training_output) is not None and not limits.training:
+        raise RequestError(name, "is not served: enable_training_outputs is off")
     _check_logprobs("logprobs", params.logprobs, limits.max_logprobs)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_logprobs)
     if params.typical and not limits.drafts:

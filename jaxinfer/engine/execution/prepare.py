@@ -75,10 +75,12 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         model = model.replace(draft=draft)
         resolved = dataclasses.replace(resolved, num_speculative_tokens=_most_drafts(draft, resolved))
     limits = SamplingLimits(
-        max_logprobs=resolved.max_logprobs,
+        max_logprobs=resolved.top_logprobs,
         drafts=resolved.speculative is not None,
         grammars=resolved.grammars and model.tokenizer is not None,
         masks=resolved.grammars,
+        training=resolved.enable_training_outputs,
+        whole=resolved.whole_vocabulary,
     )
     return Prepared(model, resolved, limits)
 

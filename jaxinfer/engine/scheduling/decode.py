@@ -98,7 +98,7 @@ class DecodePlanner:
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:
         """Return the steps the device may run alone: none waits, none ends by length, and there are enough pages."""
         steps = 1
-        if rows and alone and not any(map(_takes_masks, rows)):
+        if rows and alone and not any(map(_needs_host, rows)):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
         known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
         if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
@@ -234,9 +234,10 @@ def _is_free(sequence: Sequence, ahead: int) -> bool:
     return thought is None or thought.over or thought.room is None or ahead < thought.room
 
 
-def _takes_masks(row: DecodePlan) -> bool:
+def _needs_host(row: DecodePlan) -> bool:
+    """Whether each step of a row takes arrays of the host: a mask, or what it asks of the outputs for training."""
     sequence = row.sequence
-    return bool(sequence.held or sequence.thought or sequence.forced)
+    return bool(sequence.held or sequence.thought or sequence.forced or sequence.params.training_output)
 
 
 def _mask(row: DecodePlan) -> np.ndarray | None:
