@@ -342,15 +342,6 @@ def _check_outputs(params: SamplingParams) -> None:
         raise RequestError("logprob_token_ids", f"must hold 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, not {size}")
     if params.prompt_logprobs is not None and params.logprobs_mode != LOGPROBS_MODES[0]:
         _refuse("logprobs_mode", params.logprobs_mode, "and prompt_logprobs exclude each other: these are raw")
-    if params.return_sampling_mask and params.temperature > 0 and not _filters(params):
-        why = "needs one of top_p, top_k, min_p, top_n_sigma, allowed_token_ids: nothing is filtered"
-        _refuse("return_sampling_mask", True, why)
-
-
-def _filters(params: SamplingParams) -> bool:
-    """Whether the sampler draws from a part of the vocabulary."""
-    numbers = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.top_n_sigma > 0
-    return numbers or params.allowed_token_ids is not None or params.structured_outputs is not None
 
 
 def _check_forced(params: SamplingParams) -> None:
@@ -595,6 +586,9 @@ def validate_request(
     if params.forced_token_ids is not None:
         _check_trace(params.forced_token_ids, len(prompt_token_ids), vocab_size, max_model_len, limits)
     check_token_ids("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
+    if params.return_sampling_mask and not _filters(params):
+        why = "needs one of top_p, top_k, min_p, top_n_sigma, allowed_token_ids: nothing is filtered"
+        raise RequestError("return_sampling_mask", f"=True {why}")
     if params.logprobs == -1 and not limits.whole:
         raise RequestError("logprobs", "=-1, the whole vocabulary, needs max_logprobs=-1 (enable_training_outputs)")
     if (name := params.training_output) is not None and not limits.training:
@@ -613,6 +607,12 @@ def validate_request(
         place, needs = "thinking_token_budget", "what structured outputs need, and these are not served"
         raise RequestError(place, f"={params.thinking_token_budget} needs {needs}")
     _check_something_is_left(params, stops, bad_words_ids)
+
+
+def _filters(params: SamplingParams) -> bool:
+    """Whether the sampler draws from a part of the vocabulary."""
+    numbers = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or params.top_n_sigma > 0
+    return params.temperature == 0 or numbers or params.allowed_token_ids is not None or params.grammar is not None
 
 
 def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) -> None:
