@@ -43,7 +43,8 @@ def draw(
 ) -> Int32[Array, " rows"]:
     """Draw a token in ``random`` rows, else return ``best``; also where every token is banned: then no sum of weights
     is positive (or a number)."""
-    return jnp.where(random & (total(weights) > 0), _inverse_cdf(weights, words), best)
+    drawn = _inverse_cdf(weights, words)
+    return jnp.where(random & (total(weights) > 0), drawn, best)
 
 
 def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,7 +59,7 @@ def with_extras(
 def _extras(row: DecodePlan, extras: Extras, host: dict[str, np.ndarray]) -> PositionExtras | None:
     params, place = row.sequence.params, row.row
 
-    def read(name: str) -> np.ndarray | None:
+    def read(name: str) -> Any:
         if not _WANTS[name](params):
             return None
         if name not in host:
