@@ -15,7 +15,6 @@ import numpy as np
 import rich.console
 import rich.progress
 import rich.text
-from jaxtyping import Float32
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
@@ -239,9 +238,9 @@ class LLM(LoRAFrontend):
         completions: Prompt | Sequence[Prompt],
         *,
         lora: LoRAChoice | Sequence[LoRAChoice] = None,
-    ) -> list[Float32[np.ndarray, " tokens"]]:
+    ) -> list[np.ndarray]:
         """Return the log-probabilities of each token of ``completions`` (token ids or text) after its prompt, under the
-        raw logits, as arrays: bitwise those that a generation of these tokens returns, except where
+        raw logits, as arrays [tokens] of float32: bitwise those that a generation of these tokens returns, except where
         ``exactness=relaxed``.
 
         The tokens are forced (`SamplingParams.forced_token_ids`). `score` reads a completion in chunks, which is faster
@@ -255,8 +254,8 @@ class LLM(LoRAFrontend):
         if len(ids) != len(listed):
             raise RequestError("completions", f": {len(ids)} given for {len(listed)} prompts")
         params = [SamplingParams(temperature=0.0, logprobs=0, forced_token_ids=each) for each in ids]
-        found = self._generate(listed, params, None, False, lora)
-        return [whole.outputs[0].arrays.logprobs for whole in found]
+        arrays = (whole.outputs[0].arrays.logprobs for whole in self._generate(listed, params, None, False, lora))
+        return [each for each in arrays if each is not None]
 
     def _completion(self, place: int, completion: Any) -> list[int]:
         if isinstance(completion, np.ndarray):

@@ -27,7 +27,7 @@ WIDTH = 1 + MAX_LOGPROB_TOKEN_IDS
 
 
 class Extras(NamedTuple):
-    """Outputs that a step returns beside `Logprobs`. Rows that do not ask for one have no meaningful values.
+    """Outputs that a step returns in addition to `Logprobs`. Rows that do not ask for one have no meaningful values.
 
     Attributes:
         entropy: entropy in nats of the distribution of the row's mode.

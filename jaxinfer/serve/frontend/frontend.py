@@ -14,12 +14,11 @@ from contextlib import AbstractContextManager
 from jaxinfer.config.speculative import GRAMMAR
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.parsers.registry import Parsers
+from jaxinfer.request_checks import check_prompt_length, check_token_ids
 from jaxinfer.sampling_params import (
     RequestError,
     SamplingLimits,
     SamplingParams,
-    check_prompt_length,
-    check_token_ids,
 )
 from jaxinfer.serve.api.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.api.capacity import CapacityLimiter, Load, Place
