@@ -184,11 +184,28 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
+class PositionExtras(NamedTuple):
+    """Outputs for training at one position.
+
+    Attributes:
+        entropy: in nats; None: not requested, as for the other fields.
+        token_logprobs: of the request's ``logprob_token_ids``.
+        kept: token ids that the sampler could draw: ascending int32 in this machine's byte order.
+        vocabulary: log probabilities of the whole vocabulary: float32.
+    """
+
+    entropy: float | None = None
+    token_logprobs: tuple[float, ...] = ()
+    kept: bytes | None = None
+    vocabulary: bytes | None = None
+
+
 class PositionLogprobs(NamedTuple):
     """The chosen token at one position and the ``N`` most likely ones, most likely first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    extras: PositionExtras | None = None
 
 
 WeightVersions = tuple[tuple[int, int], ...]

@@ -99,7 +99,7 @@ REFUSED = {
     ),
     "text above": (
         {"jaxinfer/text/a.py": "import jaxinfer.config", "jaxinfer/config.py": ""},
-        "text imports formats, sampling_params, types only",
+        "text imports formats, request_checks, sampling_params, types only",
     ),
     "text below": ({"jaxinfer/engine/a.py": "import jaxinfer.text", "jaxinfer/text/b.py": ""}, "speak token ids"),
     "hidden": (

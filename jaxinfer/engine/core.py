@@ -159,7 +159,9 @@ class EngineLoop:
     ) -> None:
         self.config, self._kv, self.loras = config, kv, loras
         self._runner = runner if config.trace_steps is None else StepTrace(config.trace_steps, runner)
-        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.guesses)
+        self.limits = limits or SamplingLimits(
+            max_logprobs=config.top_logprobs, drafts=config.guesses, masks=config.grammars
+        )
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)

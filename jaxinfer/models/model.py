@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.formats.multimodal import text_model
 from jaxinfer.layers.attention import causal_attend
+from jaxinfer.layers.moe import layers_of_experts, with_routing
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.models.vision.tower import Vision
@@ -113,7 +114,12 @@ class Model:
         return self.apply(self.params, tokens, images)
 
     def apply(
-        self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
+        self,
+        params: Any,
+        tokens: Int[Array, "*batch time"],
+        images: Sequence[ImageInput] = (),
+        *,
+        routed_experts: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*batch time vocab"]:
         """Compute logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
 
@@ -123,9 +129,42 @@ class Model:
         Args:
             images: in the order of their image tokens in ``tokens`` (docs/images.md). With normalised pixels (floating
                 point) the logits are differentiable with respect to them.
+            routed_experts: [*batch, time, layers, top_k] ids of the experts that each token takes in each layer that has
+                any (`routed_experts`), with the weights that the router gives them: another forward pass's routing,
+                replayed. -1: those that the router chooses.
+
+        Raises:
+            ValueError: ``routed_experts`` are not of these tokens, or not of as many layers as there are with experts.
         """
         apply: Any = self.module.apply
+        if routed_experts is not None:
+            params = self._replaying(params, tokens, routed_experts)
         return apply({"params": params}, self.hidden(params, tokens, images), method="head")
+
+    def routed_experts(self, params: Any, tokens: Int[Array, "*batch time"]) -> Int[Array, "*batch time layers top_k"]:
+        """Compute the ids of the experts that `apply` routes each token to, for each layer that has experts.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        require_ids(tokens)
+        if not layers_of_experts(params):
+            raise ValueError(f"routed_experts: {self.name or 'the model'} has no experts")
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        apply: Any = self.module.apply
+        _, sown = apply({"params": params}, tokens, positions, causal_attend, None, mutable=["routing"])
+        layers = sorted(sown["routing"], key=lambda name: int(name.removeprefix("layers_")))
+        found = [each for name in layers for each in jax.tree.leaves(sown["routing"][name])]
+        return jnp.stack([each.reshape(*tokens.shape, -1) for each in found], axis=-2)
+
+    def _replaying(self, params: Any, tokens: Any, routed: Int[Array, "..."]) -> Any:
+        names = [f"layers_{index}" for index in range(len(self.config.layers))]
+        layers = sum(layers_of_experts(params[name]) for name in names)
+        if routed.shape[:-1] != (*tokens.shape, layers) or not layers:
+            reason = f"of shape {routed.shape} must be [*{tokens.shape}, {layers} layers with experts, top_k]"
+            raise ValueError(f"routed_experts {reason}")
+        each = iter(jnp.moveaxis(routed, -2, 0))
+        return {**params, **{name: with_routing(params[name], each) for name in names}}
 
     def hidden(
         self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()

@@ -13,10 +13,12 @@ from jaxinfer.sampling.slots import (
     new_state,
     resume_slot,
 )
+from jaxinfer.sampling.training import Extras
 from jaxinfer.sampling_params import SamplingLimits
 
 __all__ = [
     "DraftRows",
+    "Extras",
     "HostSlots",
     "Logprobs",
     "Sampled",
