@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinfer.types import ParamGroup
-
-_BOXES = ("value", "array")
-"""Attributes that hold the array of a leaf: of an `nnx.Variable` or a `flax` box, and of a `haliax.NamedArray`."""
-
 
 def named_arrays(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield the arrays of a tree by their paths, joined with dots: ``layers.0.attn.q_proj.w``.
@@ -19,12 +16,16 @@ def named_arrays(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, A
     Raises:
         TypeError: a leaf is no array.
     """
-    if isinstance(tree, ParamGroup):
-        for name, array in tree.items():
-            yield ".".join((*path, name)), array
+    if isinstance(tree, Mapping | ParamGroup):
+        for key, child in tree.items():
+            yield from named_arrays(child, (*path, str(key)))
         return
-    if hasattr(tree, "shape") or any(hasattr(tree, name) for name in _BOXES):
-        yield ".".join(path), _unboxed(tree)
+    opened = _opened(tree)
+    if opened is not tree:
+        yield from named_arrays(opened, path)
+        return
+    if hasattr(tree, "shape"):
+        yield ".".join(path), tree
         return
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     if len(children) == 1 and children[0][1] is tree:
@@ -33,8 +34,11 @@ def named_arrays(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, A
         yield from named_arrays(child, (*path, jax.tree_util.keystr((key,), simple=True)))
 
 
-def _unboxed(leaf: Any) -> Any:
-    for name in _BOXES:
-        if not isinstance(leaf, jax.Array) and hasattr(leaf, name):
-            return _unboxed(getattr(leaf, name))
-    return leaf
+def _opened(node: Any) -> Any:
+    """Return the array in a leaf of a library: an `nnx.Variable`, a box of `flax`, or a `haliax.NamedArray`."""
+    if isinstance(node, jax.Array | np.ndarray):
+        return node
+    for method in ("get_value", "unbox"):
+        if hasattr(node, method):
+            return getattr(node, method)()
+    return getattr(node, "array", node)
