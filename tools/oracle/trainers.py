@@ -83,7 +83,13 @@ MAXTEXT = {
     "gemma2": config_json("gemma2"),
     "gemma3": config_json("gemma3_text", num_hidden_layers=8),
 }
-_MAPPINGS = {"llama": "llama3.1-8b", "qwen2": "qwen2.5-7b", "qwen3": "qwen3-8b", "gemma2": "gemma2-2b", "gemma3": "gemma3-4b"}
+_MAPPINGS = {
+    "llama": "llama3.1-8b",
+    "qwen2": "qwen2.5-7b",
+    "qwen3": "qwen3-8b",
+    "gemma2": "gemma2-2b",
+    "gemma3": "gemma3-4b",
+}
 # Shapes of MaxText's arrays without the axis of layers, by the end of their names: those of its modules.
 _SHAPES: dict[str, Callable[[dict[str, Any]], tuple[int, ...]]] = {
     "query-kernel": lambda c: (c["hidden_size"], c["num_attention_heads"], c["head_dim"]),

@@ -142,4 +142,3 @@ def _tied_head(model: Specified) -> str | None:
         return None
     untied = dict(walk_specs(model.family.param_specs(dataclasses.replace(model.config, tied=False))))
     return untied[HEAD].sources[0].name if HEAD in untied and untied[HEAD].sources else None
-

@@ -51,7 +51,9 @@ def fused(spec: ParamSpec, pieces: Sequence[Piece], dtype: np.dtype[Any]) -> Any
     """
     arrays, indices = tuple(piece.array for piece in pieces), tuple(piece.index for piece in pieces)
     parts = zip(pieces, spec.sources, strict=True)
-    recipe = _Recipe(spec.shape, dtype, tuple((piece.view, dataclasses.replace(source, name="")) for piece, source in parts))
+    recipe = _Recipe(
+        spec.shape, dtype, tuple((piece.view, dataclasses.replace(source, name="")) for piece, source in parts)
+    )
     if recipe.parts == ((None, Source("", spec.shape)),) and arrays[0].dtype == dtype:
         return arrays[0]
     return _on_host(recipe, arrays, indices) if all(map(is_host, arrays)) else _on_devices(recipe, arrays, indices)

@@ -173,7 +173,9 @@ class _Intake:
         if not known:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored):
                 return None
-            raise WeightsError(f"the model has no array {quoted(name)}{self._under(self._names)}", name, given=array.shape)
+            raise WeightsError(
+                f"the model has no array {quoted(name)}{self._under(self._names)}", name, given=array.shape
+            )
         shape = tuple(array.shape)
         fitting = [(each, row) for each, row in known if row.fits(shape)]
         if not fitting:
@@ -203,7 +205,9 @@ class _Intake:
         floats = all(jnp.issubdtype(kind, jnp.floating) for kind in (given, np.dtype(expected)))
         if not (self._cast and floats):
             advice = ": cast=True converts it" if floats else ""
-            raise WeightsError(f"{quoted(name)} is {given.name} and must be {expected}{advice}", name, expected, given.name)
+            raise WeightsError(
+                f"{quoted(name)} is {given.name} and must be {expected}{advice}", name, expected, given.name
+            )
 
     def _require(self, missing: Collection[str], spec: ParamSpec) -> None:
         """Require the tensors of a parameter, or none of them if the weights may be partial."""

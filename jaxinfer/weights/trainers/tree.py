@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.types import ParamGroup
 
+
 def named_arrays(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield the arrays of a tree by their paths, joined with dots: ``layers.0.attn.q_proj.w``.
 

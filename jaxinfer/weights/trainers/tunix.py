@@ -57,5 +57,9 @@ def tables(dense: Dense) -> list[Table]:
 def _gemma_layer(dense: Dense) -> Mapping[str, Template]:
     projections = _FUSED if dense.sizes["N"] == dense.sizes["K"] else _GROUPED
     sandwich = dense.has("pre_feedforward_layernorm.weight")
-    after = ("post_attention_norm" if dense.has("self_attn.q_norm.weight") else "post_attn_norm") if sandwich else "pre_ffw_norm"
+    after = (
+        ("post_attention_norm" if dense.has("self_attn.q_norm.weight") else "post_attn_norm")
+        if sandwich
+        else "pre_ffw_norm"
+    )
     return {**_GEMMA_LAYER, **projections, "post_attention_layernorm.weight": Template(f"{after}.scale", "D")}

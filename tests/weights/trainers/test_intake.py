@@ -112,9 +112,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("case", WRONG)
-def test_the_first_array_that_does_not_fit_is_named(
-    llama: Model, tensors: dict[str, Any], case: str, streamed: bool
-):
+def test_the_first_array_that_does_not_fit_is_named(llama: Model, tensors: dict[str, Any], case: str, streamed: bool):
     change, name, expected, given = WRONG[case]
     weights: Any = change(tensors)
     with pytest.raises(WeightsError) as error:
@@ -211,7 +209,10 @@ def test_a_head_of_a_tied_model_must_be_its_table():
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_names_within_a_wrapper(llama: Model, tensors: dict[str, Any], prefix: str):
     head = f"{prefix.removesuffix('model.')}lm_head." if prefix.startswith("language") else "lm_head."
-    spelt = {name.replace("lm_head.", head).replace("model.", prefix, "lm_head" not in name): a for name, a in tensors.items()}
+    spelt = {
+        name.replace("lm_head.", head).replace("model.", prefix, "lm_head" not in name): a
+        for name, a in tensors.items()
+    }
     assert_equal(params_from(llama, spelt), llama.params)
 
 

@@ -43,7 +43,9 @@ def test_tensors_are_those_of_its_converter(case: str):
         expected = {name.partition("/")[2]: goldens[name] for name in goldens if name.startswith(f"{case}/")}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=ROOM.get(case.partition("-")[0], 2e-7), atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], value, rtol=ROOM.get(case.partition("-")[0], 2e-7), atol=1e-7, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("case", RECORDS)

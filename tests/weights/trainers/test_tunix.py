@@ -28,7 +28,9 @@ def weights_of(case: str) -> dict[str, np.ndarray]:
 
 def nested(weights: dict[str, Any]) -> nnx.State:
     """Return weights as the state of a module, with the layers by number."""
-    paths = {tuple(int(key) if key.isdigit() else key for key in name.split(".")): value for name, value in weights.items()}
+    paths = {
+        tuple(int(key) if key.isdigit() else key for key in name.split(".")): value for name, value in weights.items()
+    }
     return nnx.from_flat_state([(path, nnx.Param(jnp.asarray(value))) for path, value in paths.items()])
 
 
