@@ -71,7 +71,9 @@ def rollout(llm: RolloutLLM) -> tunix.JaxinferRollout:
 
 
 def test_greedy_rollouts_are_those_of_tunix(rollout: tunix.JaxinferRollout, vanilla: VanillaRollout):
-    config = RolloutConfig(max_tokens_to_generate=8, temperature=0.0, max_prompt_length=8, return_logprobs=True)
+    config = RolloutConfig(
+        max_tokens_to_generate=8, temperature=0.0, top_p=None, max_prompt_length=8, return_logprobs=True
+    )
     found, expected = rollout.generate(PROMPTS, config), vanilla.generate(PROMPTS, config)
     assert found.text == expected.text
     assert [each.tolist() for each in found.tokens] == [each.tolist() for each in expected.tokens]
