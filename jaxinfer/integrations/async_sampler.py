@@ -1,4 +1,4 @@
-"""`JaxinferAsyncSampler`: the `Sampler` protocol of tunix' distributed trainers over `LLM`, with weight synchronisation.
+"""`JaxinferAsyncSampler`: the `Sampler` protocol of tunix' distributed trainers over `LLM`, with weight sync.
 
 The protocol is that of google/tunix at c7d8950f (``tunix/experimental/rollout/sampler.py``), which no release has yet:
 nothing is imported from it, and requests and responses are known by their attributes.
@@ -60,8 +60,8 @@ class JaxinferAsyncSampler:
 
     Args:
         llm: an `LLM`, whose model has the trainer's architecture.
-        weights: returns the weights that a `WeightSyncRequest` announces, in a form that `params_from` takes; None: they
-            are in its ``source_metadata``.
+        weights: returns the weights that a `WeightSyncRequest` announces, as `params_from` takes them; None: they are
+            its ``source_metadata``.
         names: convention of their names, see `jaxinfer.weights.params_from`.
         mode: what a synchronisation does with running requests, see `LLM.pause`.
     """
@@ -202,7 +202,7 @@ class JaxinferAsyncSampler:
         """Serve the weights of a round, and resume. May be repeated: it publishes once.
 
         Raises:
-            RequestError: the engine rejects the update; the old weights stay, and `abort_weight_sync` resumes with them.
+            RequestError: the engine rejects the update; `abort_weight_sync` resumes with the old weights.
         """
         async with self._phase:
             if not self._round.admit(sync_request, "committed"):

@@ -1,4 +1,4 @@
-"""What trainers need of `LLM`: samples as arrays, log-probabilities, and weights that change. Shared by integrations."""
+"""What trainers need of `LLM`: samples as arrays, log-probabilities, and weights that change."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _sample(output: CompletionOutput) -> Sample:
 
 
 def params_for(count: int, seed: int | None, **values: Any) -> list[SamplingParams]:
-    """Return the parameters of ``count`` prompts, whose seeds differ: trainers repeat a prompt for the samples of a group.
+    """Return the parameters of ``count`` prompts, with different seeds: trainers repeat the prompt of a group.
 
     Raises:
         RequestError: a value is rejected, naming it.

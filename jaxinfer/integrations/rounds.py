@@ -1,4 +1,4 @@
-"""Rounds of weight synchronisation: which phase a sampler has reached, and which calls belong to a round that is over."""
+"""Rounds of weight synchronisation: the phase that a sampler has reached, and calls of rounds that are over."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class SavedWeights:
 class TinkerClient:
     """A sampling client whose engine is in this process.
 
-    A prompt is a list of token ids, or a ``ModelInput`` of Tinker (anything with ``to_ints()``). Sampling parameters are a
-    `SamplingParams` or an object with Tinker's fields: max_tokens, temperature, top_p, top_k, seed, stop.
+    A prompt is a list of token ids, or a ``ModelInput`` of Tinker (anything with ``to_ints()``). Sampling parameters
+    are a `SamplingParams` or an object with Tinker's fields: max_tokens, temperature, top_p, top_k, seed, stop.
 
     Args:
         llm: an `LLM`.

@@ -1,4 +1,4 @@
-"""google-tunix: `LLM` as the rollout engine of its trainers, see docs/trainers.md. The only module that imports tunix."""
+"""google-tunix: `LLM` as the rollout engine of its trainers (docs/trainers.md). No other module imports tunix."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class JaxinferRollout(BaseRollout):  # type: ignore[misc]  # tunix has no types
     """The rollout engine of an `RLCluster`: ``ClusterConfig(rollout_engine=partial(JaxinferRollout, llm=llm), ...)``.
 
     Args:
-        llm: an `LLM`, whose model has the architecture of the actor. Its settings decide over memory and devices; those of
-            other engines in ``rollout_config`` are ignored.
+        llm: an `LLM`, whose model has the architecture of the actor. Its settings decide over memory and devices; those
+            of other engines in ``rollout_config`` are ignored.
         rollout_actor: the module whose weights are served first; None: those of ``llm``.
         tokenizer: the trainer's, in any form that tunix takes.
         names: convention of the weights' names, see `jaxinfer.weights.params_from`.

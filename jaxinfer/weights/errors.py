@@ -17,8 +17,7 @@ class WeightsError(ValueError):
 
     Attributes:
         name: the array, as the trainer names it.
-        expected, given: its shape or dtype in the model and in the weights; None: the model, or the weights, have no such
-            array.
+        expected, given: its shape or dtype in the model and in the weights; None: the one has no such array.
     """
 
     def __init__(self, message: str, name: str, expected: Any = None, given: Any = None) -> None:

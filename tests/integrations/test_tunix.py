@@ -18,10 +18,10 @@ from tests.weights.trainers.models import assert_equal
 from tools.oracle.trainers import TUNIX, tunix_model
 
 pytest.importorskip("tunix")
-from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig  # noqa: E402
-from tunix.rl.rollout.vanilla_rollout import VanillaRollout  # noqa: E402
+from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
-from jaxinfer.integrations import tunix  # noqa: E402
+from jaxinfer.integrations import tunix
 
 PROMPTS = ["bcd", "hfe b", "mlkj"]
 CASE = "qwen3"
@@ -100,7 +100,9 @@ def test_the_weights_of_the_actor_are_served_first(llm: RolloutLLM, actor: nnx.M
     assert_equal(llm.updates[0].params, params_from(llm.model, nnx.state(actor, nnx.Param)))
 
 
-def test_updates_are_converted_to_the_dtype_of_the_model(rollout: tunix.JaxinferRollout, llm: RolloutLLM, actor: nnx.Module):
+def test_updates_are_converted_to_the_dtype_of_the_model(
+    rollout: tunix.JaxinferRollout, llm: RolloutLLM, actor: nnx.Module
+):
     state = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(actor, nnx.Param))
     with jax.transfer_guard("disallow_explicit"):  # as tunix synchronises on CPUs
         rollout.update_params(state, (nnx.Param,))

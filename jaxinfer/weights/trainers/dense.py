@@ -22,8 +22,8 @@ class Dense:
 
     Attributes:
         tensors: shapes of its Hugging Face tensors, by name.
-        sizes: by letter: V vocabulary, D hidden size, N heads, K KV heads, G heads of a KV head, H head dimension, Q all
-            heads' dimensions, P those of all KV heads, F MLP size.
+        sizes: by letter: V vocabulary, D hidden size, N heads, K KV heads, G heads of a KV head, H head dimension, Q
+            that of all heads, P that of all KV heads, F MLP size.
         layers: number of layers.
         scale: scale of attention scores.
         gemma: norm scales are stored minus one, and embeddings are multiplied by sqrt(D).
@@ -70,8 +70,8 @@ def dense_of(specs: Mapping[Path, ParamSpec], config: Any) -> Dense | None:
         return None
     (vocab, d), dim, hidden = own[EMBEDDING].shape, own[first[0]].shape[-1], own[first[1]].shape[-2]
     heads, kv_heads = tensors[query][0] // dim, tensors[key][0] // dim
-    sizes = dict(V=vocab, D=d, N=heads, K=kv_heads, G=heads // kv_heads, H=dim, F=hidden)
-    sizes |= dict(Q=heads * dim, P=kv_heads * dim)
+    sizes = {"V": vocab, "D": d, "N": heads, "K": kv_heads, "G": heads // kv_heads, "H": dim, "F": hidden}
+    sizes |= {"Q": heads * dim, "P": kv_heads * dim}
     scale = getattr(config, "scale", dim**-0.5)
     return Dense(tensors, sizes, len(config.layers), scale, own[first[2]].init == "zeros")
 

@@ -26,12 +26,12 @@ def params_from(
 ) -> dict[str, Any]:
     """Return parameters in a model's own names and shapes from the weights of a trainer.
 
-    Arrays that need no change are returned as they are; others are made on the host from numpy arrays and from arrays on
-    CPUs, and on their own devices from others. The result is not placed on the devices of an engine.
+    Arrays that need no change are returned as they are. Others are made on the host if they are there or on CPUs, and
+    on their own devices if not. The result is not placed on the devices of an engine.
 
     Args:
-        model: a `Model`. If it has quantised weights, or others in a layout for kernels, the result has the weights as its
-            family declares them, unless names are the model's own.
+        model: a `Model`. If it has quantised weights, or others in a layout for kernels, the result has the weights as
+            its family declares them, unless names are the model's own.
         weights: a `Model`, a nested dict, an `nnx.State`, another pytree, or an iterable of pairs (name, array).
         names: convention of the names, one of `NAMES`; None finds it.
         partial: parameters may be missing; each of those that are given must be whole.
@@ -55,8 +55,8 @@ def each_param(
 ) -> Iterator[tuple[Path, Any]]:
     """Yield the parameters one at a time: as `params_from`, without holding all of those that had to be made.
 
-    A tree is checked before the first parameter is yielded. Pairs are read as they come, so that a missing name is found
-    at the end.
+    A tree is checked before the first parameter is yielded. An iterator is read as it goes: a missing name is found at
+    its end.
     """
     if names is not None and names not in NAMES:
         raise WeightsError(f"names must be one of {', '.join(NAMES)}, got {names!r}", "names", NAMES, names)

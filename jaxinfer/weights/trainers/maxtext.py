@@ -1,8 +1,8 @@
 """Names of MaxText's models: llama, qwen2, qwen3 and gemma 1 to 3, with layers scanned (stacked on axis 1) or not.
 
-Its models compute some products elsewhere than Hugging Face's: Llama and Gemma 1 and 2 have the scale of attention scores
-in the query projection, Llama rotates pairs of neighbours, and Gemma has its constants in embeddings and norm scales.
-Undoing this rounds to the dtype of the arrays.
+Its models compute some products elsewhere than Hugging Face's: Llama and Gemma 1 and 2 have the scale of scores in the
+query projection, Llama rotates pairs of neighbours, and Gemma has its constants in embeddings and norm scales. Undoing
+this rounds to the dtype of the arrays.
 """
 
 from __future__ import annotations

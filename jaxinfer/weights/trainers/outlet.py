@@ -16,7 +16,7 @@ from jaxinfer.weights.tree import as_stored, leaf_of
 def named_parameters(model: Specified) -> Iterator[tuple[str, Any]]:
     """Yield the parameters of a model as tensors of Hugging Face, by name, one at a time; `params_from` reads them.
 
-    Tensors are numpy arrays if the parameters are on the host or on CPUs, and JAX arrays on the parameters' devices if not.
+    Tensors are numpy arrays if the parameters are on the host or on CPUs, and JAX arrays on their devices if not.
 
     Raises:
         ValueError: a parameter is missing, has another shape than its spec, or is quantised.
@@ -24,7 +24,7 @@ def named_parameters(model: Specified) -> Iterator[tuple[str, Any]]:
     wanted: dict[str, list[tuple[tuple[str, ...], ParamSpec, Source]]] = {}
     for path, spec in walk_specs(model.specs):
         if not spec.sources:
-            raise ValueError(f"{'/'.join(path)} is no tensor of Hugging Face: weights are written as quantised nowhere")
+            raise ValueError(f"{'/'.join(path)} has no tensor of Hugging Face")
         for source in spec.sources:
             wanted.setdefault(source.name, []).append((path, spec, source))
     for name, places in wanted.items():
