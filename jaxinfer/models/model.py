@@ -107,6 +107,12 @@ class Model:
         leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
         return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
 
+    @property
+    def declared_specs(self) -> ParamTree:
+        """Specs that the family declares: of unquantised parameters, without transformations for devices or kernels."""
+        specs: ParamTree = _declared(self.family, self.config, self.vision)["specs"]
+        return specs
+
     def __call__(
         self, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
     ) -> Float[Array, "*batch time vocab"]:
