@@ -28,7 +28,7 @@ from jaxinfer.engine.execution.step import make_decode_logprobs, make_prefill
 from jaxinfer.engine.scheduling.buckets import next_chunk
 from jaxinfer.kv.pool import Pool, new_pools
 from jaxinfer.models.model import Model, require_ids
-from jaxinfer.parallel.mesh import traced_for
+from jaxinfer.parallel.mesh import pool_sharding, traced_for
 from jaxinfer.quant import Unquantized
 from jaxinfer.quant.banks import without_banks
 from jaxinfer.sampling_params import RequestError
@@ -74,8 +74,10 @@ class ServedPrograms:
         engine, spec = self.engine, self.stage.model.cache_spec
         if engine.exactness != "exact":
             return f"exactness = {engine.exactness}: a token may then be computed by any of several programs"
-        if self.mesh.size > 1 or engine.pipeline_parallel_size > 1:
-            return f"{self.mesh.size * engine.pipeline_parallel_size} devices of the engine share the model"
+        if engine.pipeline_parallel_size > 1:
+            return f"pipeline_parallel_size = {engine.pipeline_parallel_size}: no single program has all layers"
+        if engine.enable_dp_attention:
+            return "enable_dp_attention = True: the programs are those of all ranks together"
         if spec.stateful:
             return "layers with states keep one position of a sequence, and the rows of a step must be of several"
         if engine.images is not None:
@@ -122,6 +124,21 @@ class ServedPrograms:
         """
         served = self.stage.model
         return _placed((), text_part(served.specs), model.specs, params, served.params)
+
+
+    def spread(self, params: Any) -> Any:
+        """Shard parameters over the devices of the engine, if it has several."""
+        return self._constrained(params, jax.tree.map(lambda x: x.sharding, self.stage.model.params))
+
+    def new_pools(self, pages: int) -> list[Pool]:
+        """Make pools of ``pages`` pages, sharded as those of the engine."""
+        model, platform = self.stage.model, self.mesh.devices.flat[0].platform
+        pools = new_pools(model.cache_spec, pages, self.engine.page_size, model.dtype, platform=platform)
+        sharding = pool_sharding(self.mesh, model.cache_spec)
+        return list(self._constrained(pools, jax.tree.map(lambda _: sharding, pools)))
+
+    def _constrained(self, tree: Any, shardings: Any) -> Any:
+        return tree if self.mesh.size == 1 else lax.with_sharding_constraint(tree, shardings)
 
 
 def served_programs(prepared: Prepared, classes: Mapping[int, int], mesh: Mesh) -> ServedPrograms:
@@ -186,7 +203,7 @@ def _computed(
     of them.
     """
     with traced_for(programs.mesh):
-        params, work = programs.placed(model, params), _Work(programs, sequences)
+        params, work = programs.spread(programs.placed(model, params)), _Work(programs, sequences)
         pools = work.prompts(params, work.pools())
         return work.steps(params, pools)
 
@@ -202,8 +219,7 @@ class _Work:
         self._pages = -(-self._fed // self._page)
 
     def pools(self) -> list[Pool]:
-        spec, dtype, platform = self._spec, self._stage.model.dtype, self._programs.mesh.devices.flat[0].platform
-        return [*new_pools(spec, self._batch * self._pages, self._page, dtype, platform=platform)]
+        return self._programs.new_pools(self._batch * self._pages)
 
     def _tables(self, of: Int[Array, " rows"]) -> Int32[Array, "groups rows width"]:
         """Return the page tables of these sequences, in the width of the engine's."""
