@@ -84,6 +84,16 @@ class ServedPrograms:
             return "prompts may have images: limit_mm_per_prompt = {'image': 0} serves the text model alone"
         return None
 
+    @property
+    def exceptions(self) -> dict[str, str]:
+        """Requests that may have other bits than `logprobs`, with the reason."""
+        found = {}
+        if len({number for _, number in self.classes}) > 1:
+            found["requests with prompt_logprobs"] = "their prompts run in chunks of the largest size alone"
+        if self.engine.lora_slots:
+            found["requests with adapters"] = "their rows take adapters from banks, which a trainer does not have"
+        return found
+
     def logprobs(
         self,
         model: Model,
@@ -99,7 +109,7 @@ class ServedPrograms:
         batch, time = tokens.shape
         begins = jnp.clip(jnp.asarray(1 if prompt_lengths is None else prompt_lengths, jnp.int32), 1, time)
         ends = jnp.clip(jnp.asarray(time if lengths is None else lengths, jnp.int32), 1, time)
-        sequences = _Sequences(tokens, jnp.broadcast_to(begins, batch), jnp.broadcast_to(ends, batch))
+        sequences = GivenTokens(tokens, jnp.broadcast_to(begins, batch), jnp.broadcast_to(ends, batch))
         return _with_gradient(self, model)(params, sequences)
 
     def _require_same(self, model: Model, params: Any, tokens: Any) -> None:
@@ -156,7 +166,7 @@ def served_programs(prepared: Prepared, classes: Mapping[int, int], mesh: Mesh) 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "begins", "ends"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class _Sequences:
+class GivenTokens:
     """Token ids, each sequence with its number of prompt tokens and of all tokens."""
 
     tokens: Int[Array, "batch time"]
@@ -170,18 +180,18 @@ class _Sequences:
         return (at >= self.begins[:, None] - 1) & (at < self.ends[:, None] - 1)
 
 
-def applied_logprobs(model: Model, params: Any, sequences: Any) -> Float32[Array, "batch time-1"]:
+def applied_logprobs(model: Model, params: Any, sequences: GivenTokens) -> Float32[Array, "batch time-1"]:
     """Compute log probabilities as `ServedPrograms.logprobs` does, by `Model.apply`."""
     logits = jax.nn.log_softmax(model.apply(params, sequences.tokens)[:, :-1].astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, sequences.tokens[:, 1:, None], axis=2, mode="clip")[..., 0]
     return jnp.where(sequences.generated, chosen, 0)
 
 
-def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, _Sequences], Array]:
+def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, GivenTokens], Array]:
     """Return a function of parameters with the value of the programs and the gradient of `Model.apply`."""
     served, bare = jax.custom_vjp(functools.partial(_computed, programs, model.replace(params=()))), model
 
-    def forward(params: Any, sequences: _Sequences) -> Any:
+    def forward(params: Any, sequences: GivenTokens) -> Any:
         return served(params, sequences), (params, sequences)
 
     def backward(kept: Any, cotangent: Any) -> Any:
@@ -195,7 +205,7 @@ def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, _Se
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _computed(
-    programs: ServedPrograms, model: Model, params: Any, sequences: _Sequences
+    programs: ServedPrograms, model: Model, params: Any, sequences: GivenTokens
 ) -> Float32[Array, "batch time-1"]:
     """Compute prompts chunk by chunk, then generated tokens in steps, into pages of their own.
 
@@ -211,7 +221,7 @@ def _computed(
 class _Work:
     """Chunks and decode steps of a batch of sequences."""
 
-    def __init__(self, programs: ServedPrograms, sequences: _Sequences) -> None:
+    def __init__(self, programs: ServedPrograms, sequences: GivenTokens) -> None:
         self._programs, self._sequences, self._stage = programs, sequences, programs.stage
         self._spec, self._page = self._stage.model.cache_spec, programs.engine.page_size
         self._batch, time = sequences.tokens.shape
@@ -327,10 +337,3 @@ def _laid_out(served: Any, own: Any, given: Any) -> Any:
     if (spec.inputs == 0) != first:
         weight = jnp.moveaxis(weight, -1, 0) if first else jnp.moveaxis(weight, 0, -1)
     return dataclasses.replace(served, weight=weight)
-
-
-def logprob_sequences(tokens: Any, prompt_lengths: Any, lengths: Any) -> _Sequences:
-    """Return sequences for `applied_logprobs`."""
-    return _Sequences(*map(jnp.asarray, (tokens, prompt_lengths, lengths)))
-
-
