@@ -73,7 +73,7 @@ class Sequences:
     tokens: Int[np.ndarray, "batch time"]
     prompt_lengths: Int[np.ndarray, " batch"]
     lengths: Int[np.ndarray, " batch"]
-    served: Float32[np.ndarray, "batch time-1"]
+    served: Float32[np.ndarray, "batch positions"]
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Sequences:

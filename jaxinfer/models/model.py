@@ -158,12 +158,12 @@ class Model:
     def logprobs(
         self,
         params: Any,
-        tokens: Int[Array, "batch time"],
+        tokens: Int[Array, "*batch time"],
         *,
         like: Serving,
         prompt_lengths: Int[Any, " batch"] | None = None,
         lengths: Int[Any, " batch"] | None = None,
-    ) -> Float[Array, "batch time-1"]:
+    ) -> Float[Array, "batch positions"]:
         """Compute the log probability (float32) of each generated token in the bits that an engine serves, with the
         gradient of `apply`; 0 at prompts and padding. Pure: jit and grad go through it (docs/rl.md).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,10 +98,10 @@ class ServedPrograms:
         self,
         model: Model,
         params: Any,
-        tokens: Int[Array, "batch time"],
+        tokens: Int[Array, "*batch time"],
         prompt_lengths: Lengths = None,
         lengths: Lengths = None,
-    ) -> Float32[Array, "batch time-1"]:
+    ) -> Float32[Array, "batch positions"]:
         """Implement `Model.logprobs`."""
         if (why := self.refusal()) is not None:
             raise RequestError("like", f"cannot be reproduced: {why}")
@@ -164,9 +164,7 @@ def served_programs(prepared: Prepared, classes: Mapping[int, int], mesh: Mesh) 
     return ServedPrograms(whole, engine, tuple(sorted(classes.items())), mesh)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "begins", "ends"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class GivenTokens:
+class GivenTokens(NamedTuple):
     """Token ids, each sequence with its number of prompt tokens and of all tokens."""
 
     tokens: Int[Array, "batch time"]
@@ -174,13 +172,13 @@ class GivenTokens:
     ends: Int32[Array, " batch"]
 
     @property
-    def generated(self) -> Bool[Array, "batch time-1"]:
+    def generated(self) -> Bool[Array, "batch positions"]:
         """Whether the token after each position was generated."""
         at = jnp.arange(self.tokens.shape[1] - 1)
         return (at >= self.begins[:, None] - 1) & (at < self.ends[:, None] - 1)
 
 
-def applied_logprobs(model: Model, params: Any, sequences: GivenTokens) -> Float32[Array, "batch time-1"]:
+def applied_logprobs(model: Model, params: Any, sequences: GivenTokens) -> Float32[Array, "batch positions"]:
     """Compute log probabilities as `ServedPrograms.logprobs` does, by `Model.apply`."""
     logits = jax.nn.log_softmax(model.apply(params, sequences.tokens)[:, :-1].astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, sequences.tokens[:, 1:, None], axis=2, mode="clip")[..., 0]
@@ -206,7 +204,7 @@ def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, Giv
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _computed(
     programs: ServedPrograms, model: Model, params: Any, sequences: GivenTokens
-) -> Float32[Array, "batch time-1"]:
+) -> Float32[Array, "batch positions"]:
     """Compute prompts chunk by chunk, then generated tokens in steps, into pages of their own.
 
     Chunks and steps are bodies of loops whose ends are not known to the compiler, so XLA fuses nothing into them or out
@@ -267,7 +265,7 @@ class _Work:
         chunks = (next_chunk(0, length, sizes, classes) for length in range(1, sizes[-1] + 1))
         return np.array([0, *(sizes.index(chunk.size) for chunk in chunks)], np.int32)
 
-    def steps(self, params: Any, pools: list[Pool]) -> Float32[Array, "batch time-1"]:
+    def steps(self, params: Any, pools: list[Pool]) -> Float32[Array, "batch positions"]:
         """Run the positions of all generated tokens as rows of decode steps, those of a sequence in order: all rows of
         a step write their keys before any attends."""
         rows, generated = self._programs.rows, self._sequences.generated
