@@ -19,6 +19,7 @@ import rich.text
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.execution.on_policy import ServedPrograms
 from jaxinfer.images.expansion import for_vocabulary, place_images
 from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, with_timestamps
 from jaxinfer.loading import start_engine
@@ -213,6 +214,11 @@ class LLM(LoRAFrontend, WeightFrontend):
         finally:
             run.abort()
         return run.outputs
+
+    def served_programs(self) -> ServedPrograms:
+        """Return what `Model.logprobs` needs to know of the engine; a static argument of `jax.jit`."""
+        programs: ServedPrograms = self.engine.served_programs()
+        return programs
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number."""

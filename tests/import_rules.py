@@ -60,6 +60,7 @@ LAYER = {
     "convert": 12,
     "compile": 12,
     "eval": 12,
+    "check_on_policy": 12,
     "gpu_check": 12,
     "plan": 12,
     "__main__": 13,

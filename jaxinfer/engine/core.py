@@ -87,6 +87,9 @@ class EngineCore(Protocol):
     def temporaries(self) -> int:
         """Return the bytes of device memory that the program with the largest working set uses while it runs."""
 
+    def served_programs(self) -> Any:
+        """Return the programs of one replica, for `Model.logprobs`: `jaxinfer.engine.execution.on_policy`."""
+
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number. Running sequences keep theirs, which no other can match."""
 
@@ -289,6 +292,9 @@ class EngineLoop:
 
     def temporaries(self) -> int:
         return 0
+
+    def served_programs(self) -> Any:
+        return None
 
     def reset_prefix_cache(self) -> int:
         return self._scheduler.reset_prefix_cache()

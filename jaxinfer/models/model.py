@@ -40,6 +40,14 @@ class Origin(Protocol):
 
 
 @runtime_checkable
+class Serving(Protocol):
+    """An engine, or what it says of its programs: an `LLM`, or the result of its `served_programs`."""
+
+    def served_programs(self) -> Any:
+        """Return a `jaxinfer.engine.execution.on_policy.ServedPrograms`."""
+
+
+@runtime_checkable
 class LowRank(Protocol):
     """A LoRA adapter: its arrays (`a`, `b`, `magnitude`, `bias`) by the path of the parameter that they change."""
 
@@ -191,6 +199,32 @@ class Model:
             return apply({"params": params}, merged, positions, self.vision.attend(tokens), None)[0]
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
+
+    def logprobs(
+        self,
+        params: Any,
+        tokens: Int[Array, "*batch time"],
+        *,
+        like: Serving,
+        prompt_lengths: Int[Any, " batch"] | None = None,
+        lengths: Int[Any, " batch"] | None = None,
+    ) -> Float[Array, "batch positions"]:
+        """Compute the log probability (float32) of each generated token in the bits that an engine serves, with the
+        gradient of `apply`; 0 at prompts and padding. Pure: jit and grad go through it (docs/rl.md).
+
+        Args:
+            tokens: each sequence from its first token, padded on the right with any ids. The result at ``i`` is of
+                token ``i + 1``.
+            like: the engine: an `LLM`, or its `served_programs()`, which may be a static argument of `jax.jit`.
+            prompt_lengths: tokens that the engine was given, at least 1 (None: 1 in each sequence).
+            lengths: tokens without padding (None: all).
+
+        Raises:
+            RequestError: the engine's results cannot be reproduced; says why.
+            ValueError: shapes do not fit, or the engine serves another model, or parameters of another form.
+        """
+        logprobs: Array = like.served_programs().logprobs(self, params, tokens, prompt_lengths, lengths)
+        return logprobs
 
     def with_cache(self, kv_cache_dtype: str) -> Model:
         """Return the model with another KV cache dtype, see `CacheSpec.stored_as`."""

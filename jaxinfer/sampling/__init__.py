@@ -1,7 +1,7 @@
 """Token sampling on the device: logits processors, token selection, log probabilities."""
 
 from jaxinfer.sampling.drafts import DraftRows, accepted
-from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs
+from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs, wanted_logprobs
 from jaxinfer.sampling.sample import Sampled, guess, sample
 from jaxinfer.sampling.slots import (
     HostSlots,
@@ -34,4 +34,5 @@ __all__ = [
     "prompt_logprobs",
     "resume_slot",
     "sample",
+    "wanted_logprobs",
 ]

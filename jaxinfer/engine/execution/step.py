@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.export import register_namedtuple_serialization
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import keep_features
@@ -33,6 +33,7 @@ from jaxinfer.sampling import (
     accepted,
     prompt_logprobs,
     sample,
+    wanted_logprobs,
 )
 from jaxinfer.types import CacheSpec
 from pallas_kernels.choice import Wish
@@ -276,3 +277,20 @@ def make_prefill_logprobs(
         return filled, prompt_logprobs(logits, following, max_logprobs)
 
     return prefill_logprobs
+
+
+def make_decode_logprobs(
+    stage: Stage, max_logprobs: int, backend: Wish = "auto"
+) -> Callable[..., tuple[list[Pool], Float32[Array, " rows"]]]:
+    """Make the program of rows that are computed as by `make_decode`, of a whole model without states, and return the
+    log probabilities of given tokens."""
+
+    def decode_logprobs(
+        params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"]
+    ) -> tuple[list[Pool], Float32[Array, " rows"]]:
+        attend = DecodeAttend(stage.model.cache_spec, batch.tables, batch.positions, backend)
+        hidden, _, pools = stage.tapped(params, batch.tokens, batch.positions, attend, pools)
+        raw = gathered_logits(stage.head(params, hidden)).astype(jnp.float32)
+        return pools, wanted_logprobs(raw, following, batch.positions >= 0, max_logprobs).logprob
+
+    return decode_logprobs
