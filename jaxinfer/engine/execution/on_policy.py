@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
@@ -134,7 +134,6 @@ class ServedPrograms:
         """
         served = self.stage.model
         return _placed((), text_part(served.specs), model.specs, params, served.params)
-
 
     def spread(self, params: Any) -> Any:
         """Shard parameters over the devices of the engine, if it has several."""
@@ -315,9 +314,7 @@ def _placed(path: tuple[str, ...], served: Any, own: Any, given: Any, like: Any)
         missing = [name for name in served if name not in given or name not in own]
         if missing:
             raise ValueError(f"params: {'.'.join((*path, missing[0]))} is missing")
-        return {
-            name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()
-        }
+        return {name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()}
     value = _laid_out(served, own, given)
     found, wanted = (jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), tree) for tree in (value, like))
     if found != wanted:

@@ -35,7 +35,9 @@ def generate(llm: LLM, lengths: tuple[int, ...] = PROMPTS, more: int = 0) -> Seq
     shared = rng.integers(0, vocab, max(lengths)).tolist()
     prompts = [[*shared[: length // 2], *rng.integers(0, vocab, length - length // 2).tolist()] for length in lengths]
     params = [
-        SamplingParams(max_tokens=more + 3 + 5 * (number % 4), seed=number, logprobs=0, ignore_eos=True, **KINDS[number % 3])
+        SamplingParams(
+            max_tokens=more + 3 + 5 * (number % 4), seed=number, logprobs=0, ignore_eos=True, **KINDS[number % 3]
+        )
         for number in range(len(prompts))
     ]
     return Sequences.of(llm.generate(prompts, params))
