@@ -1,4 +1,4 @@
-"""Weights of the fake engine: the states of `jaxinfer.served.ServedModel`, with a text as the only parameter. No jax."""
+"""Weights of the fake engine: the states of `jaxinfer.served.ServedModel`, with a text as their only parameter."""
 
 import dataclasses
 import hashlib
@@ -8,6 +8,7 @@ import threading
 
 from jaxinfer.engine.core import Pace
 from jaxinfer.sampling_params import RequestError
+from jaxinfer.serve.core.operate import operate
 
 TAGS = ("kv_cache", "weights")
 
@@ -85,6 +86,16 @@ class FakeWeights:
 
     def checksums(self):
         return {"text": digest_of(self.text)}
+
+
+class Operable:
+    """An `AsyncEngine` in this process for `jaxinfer.serve.frontend.operations.Operations`."""
+
+    def __init__(self, engine) -> None:
+        self._engine = engine
+
+    async def operate(self, operation):
+        return await operate(self._engine, operation, read_fake)
 
 
 def digest_of(text: str) -> str:

@@ -64,11 +64,14 @@ def test_a_pause_keeps_running_requests_and_queues_new_ones():
             second = Client(served, "b")
             await until(lambda: len(served._streams) == 2)
             await asyncio.sleep(0.05)
-            assert served.is_paused and served.pulse().busy == 0.0
+            assert served.is_paused
+            assert served.pulse().busy == 0.0
             assert (len(first.tokens), second.tokens, engine.steps) == (count, [], steps)
             await served.resume()
             await asyncio.gather(first.task, second.task)
-            assert complete(first, 40) and complete(second, 40) and not served.is_paused
+            assert complete(first, 40)
+            assert complete(second, 40)
+            assert not served.is_paused
             engine.check()
 
     run(main)
@@ -76,12 +79,14 @@ def test_a_pause_keeps_running_requests_and_queues_new_ones():
 
 def test_a_pause_that_waits_ends_what_has_begun_and_nothing_else():
     async def main():
-        async with serving(max_num_seqs=1) as (served, engine, _):
+        async with serving(max_num_seqs=1) as (served, _engine, _):
             first, second = Client(served, "a"), Client(served, "b")
             await first.begun()
             await served.pause("wait")
             await first.task
-            assert complete(first, 40) and second.tokens == [] and served.is_paused
+            assert complete(first, 40)
+            assert second.tokens == []
+            assert served.is_paused
             await served.resume()
             await second.task
             assert complete(second, 40)
@@ -98,7 +103,8 @@ def test_a_pause_that_aborts_ends_every_request():
             await served.pause("abort")
             await asyncio.gather(*(client.task for client in clients))
             assert [client.reason for client in clients] == [FinishReason.ABORT] * 3
-            assert served.is_paused and not served._streams
+            assert served.is_paused
+            assert not served._streams
             engine.check()
 
     run(main)
@@ -114,7 +120,8 @@ def test_resume_ends_a_pause_that_still_waits():
             await served.resume()
             with pytest.raises(RequestError) as refused:
                 await pausing
-            assert refused.value.field == "mode" and not served.is_paused
+            assert refused.value.field == "mode"
+            assert not served.is_paused
             await first.task
             assert complete(first, 400)
 
@@ -172,7 +179,9 @@ def test_new_weights_at_once_have_their_version_from_the_next_step_on():
             assert (made.version, served.weight_version, weights.text) == (7, 7, "new")
             assert await served.weight_checksums() == {"text": digest_of("new")}
             await first.task
-            assert complete(first, 400) and set(first.versions) == {0, 7} and first.versions == sorted(first.versions)
+            assert complete(first, 400)
+            assert set(first.versions) == {0, 7}
+            assert first.versions == sorted(first.versions)
 
     run(main)
 
@@ -184,8 +193,10 @@ def test_new_weights_that_wait_change_no_request_that_has_begun():
             await first.begun()
             await served.update_weights("new")
             await asyncio.gather(first.task, second.task)
-            assert complete(first, 40) and complete(second, 40)
-            assert (set(first.versions), set(second.versions)) == ({0}, {1}) and not served.is_paused
+            assert complete(first, 40)
+            assert complete(second, 40)
+            assert (set(first.versions), set(second.versions)) == ({0}, {1})
+            assert not served.is_paused
 
     run(main)
 
@@ -197,7 +208,9 @@ def test_new_weights_that_abort_end_every_request():
             await first.begun()
             await served.update_weights("new", mode="abort")
             await first.task
-            assert first.reason is FinishReason.ABORT and set(first.versions) == {0} and not served.is_paused
+            assert first.reason is FinishReason.ABORT
+            assert set(first.versions) == {0}
+            assert not served.is_paused
 
     run(main)
 
@@ -214,10 +227,12 @@ def test_one_change_at_a_time():
                 assert refused.value.field == "engine"
             asked = Client(served, "a")  # computes meanwhile
             await asked.task
-            assert complete(asked, 40) and set(asked.versions) == {0}
+            assert complete(asked, 40)
+            assert set(asked.versions) == {0}
             weights.may_stage.set()
             assert (await first).version == 1
-            assert (await served.update_weights("other")).version == 2 and weights.text == "other"
+            assert (await served.update_weights("other")).version == 2
+            assert weights.text == "other"
 
     run(main)
 
@@ -232,9 +247,12 @@ def test_what_cannot_be_served_leaves_the_weights_and_the_requests(given, versio
             await first.begun()
             with pytest.raises(RequestError) as refused:
                 await served.update_weights(given, version=version, mode=mode)
-            assert refused.value.field == field and weights.text == "old" and served.weight_version == 3
+            assert refused.value.field == field
+            assert weights.text == "old"
+            assert served.weight_version == 3
             await first.task
-            assert complete(first, 200) and not served.is_paused
+            assert complete(first, 200)
+            assert not served.is_paused
 
     run(main)
 
@@ -249,7 +267,9 @@ def test_a_version_taken_while_an_update_drained_is_refused_and_the_engine_goes_
             await served._ask(lambda: engine.swap((), 9, restart=False))
             with pytest.raises(RequestError) as refused:
                 await updating
-            assert refused.value.field == "version" and weights.text == "start" and not served.is_paused
+            assert refused.value.field == "version"
+            assert weights.text == "start"
+            assert not served.is_paused
             await first.task
             assert complete(first, 100)
 
@@ -265,7 +285,8 @@ def test_an_operator_who_pauses_during_an_update_keeps_the_pause():
             await asyncio.sleep(0.01)
             await served.pause("wait")
             await updating
-            assert served.is_paused and served.weight_version == 1
+            assert served.is_paused
+            assert served.weight_version == 1
             await first.task
 
     run(main)
@@ -279,12 +300,16 @@ def test_an_update_of_a_paused_engine_leaves_the_pause_and_keeps_requests_unless
             await served.pause("keep")
             with pytest.raises(RequestError) as refused:
                 await served.update_weights("new", mode="wait")
-            assert refused.value.field == "mode" and served.is_paused and served.weight_version == 0
+            assert refused.value.field == "mode"
+            assert served.is_paused
+            assert served.weight_version == 0
             await served.update_weights("new")
-            assert served.is_paused and served.weight_version == 1
+            assert served.is_paused
+            assert served.weight_version == 1
             await served.resume()
             await first.task
-            assert complete(first, 100) and set(first.versions) == {0, 1}
+            assert complete(first, 100)
+            assert set(first.versions) == {0, 1}
 
     run(main)
 
@@ -299,7 +324,9 @@ def test_an_update_whose_caller_leaves_while_it_waits_lets_the_engine_go_on():
             updating.cancel()
             second = Client(served, "b", 20)
             await asyncio.gather(first.task, second.task)
-            assert complete(first, 200) and complete(second, 20) and weights.text == "start"
+            assert complete(first, 200)
+            assert complete(second, 20)
+            assert weights.text == "start"
 
     run(main)
 
@@ -313,17 +340,21 @@ def test_sleep_keeps_new_requests_until_all_is_awake(mode):
             await served.sleep(1, mode=mode)
             second = Client(served, "b")
             await until(lambda: "b" in served._streams)
-            assert served.asleep == ["kv_cache", "weights"] and served.is_paused
+            assert served.asleep == ["kv_cache", "weights"]
+            assert served.is_paused
             with pytest.raises(RequestError):
                 await served.resume()
             with pytest.raises(RequestError):
                 await served.update_weights("new")
             await served.wake_up(["weights"])
             await served.update_weights("new")
-            assert served.asleep == ["kv_cache"] and second.tokens == []
+            assert served.asleep == ["kv_cache"]
+            assert second.tokens == []
             await served.wake_up()
             await asyncio.gather(first.task, second.task)
-            assert complete(second, 40) and set(second.versions) == {1} and not served.is_paused
+            assert complete(second, 40)
+            assert set(second.versions) == {1}
+            assert not served.is_paused
             assert first.reason is (FinishReason.ABORT if mode == "abort" else FinishReason.LENGTH)
             assert (set(first.versions) == {0, 1}) == (mode == "keep")
 
@@ -337,7 +368,9 @@ def test_a_wrong_sleep_changes_nothing(level, tags, field):
             for mode in ("keep", "wait"):
                 with pytest.raises(RequestError) as refused:
                     await served.sleep(level, tags, mode)
-                assert refused.value.field == field and not served.is_paused and served.asleep == []
+                assert refused.value.field == field
+                assert not served.is_paused
+                assert served.asleep == []
 
     run(main)
 
@@ -348,7 +381,8 @@ def test_a_version_alone():
             await served.set_weight_version(12)
             with pytest.raises(RequestError):
                 await served.set_weight_version(12)
-            assert served.weight_version == 12 and weights.text == "start"
+            assert served.weight_version == 12
+            assert weights.text == "start"
 
     run(main)
 
