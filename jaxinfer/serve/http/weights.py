@@ -141,7 +141,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
         "weights are not received from a trainer over NCCL: write them to a folder below weights_root, and name it in "
         "POST /update_weights"
     )
-    raise ServeError(Kind.UNIMPLEMENTED, why)
+    raise ServeError(Kind.PRECONDITION, why)
 
 
 async def _run(request: Request, operation: AnyOperation) -> WeightState:
