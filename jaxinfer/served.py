@@ -85,7 +85,7 @@ class ServedModel:
 
     def __init__(self, model: Model, engine: EngineCore, *, shares: bool = False, check_finite: bool = False) -> None:
         self.model, self.engine, self._check_finite = model, engine, check_finite
-        self._asleep: dict[str, _Kept | None] = {}  # by tag; weights with their copies on the host
+        self._asleep: dict[str, list[_Kept]] = {}  # by tag, with what is kept on the host
         self._dropped = self._resumes = False
         self._staging = threading.Lock()
         engine.shares_weights = shares
@@ -187,7 +187,8 @@ class ServedModel:
         awake again; requests wait. Compiled programs stay.
 
         Args:
-            level: 1: the weights are copied to (page-locked) host memory. 2: they are dropped.
+            level: 1: the weights are copied to (page-locked) host memory. 2: they are dropped, but those of a draft
+                model.
 
         Raises:
             RequestError: a value is wrong.
@@ -198,19 +199,22 @@ class ServedModel:
         if self.engine.pace is not Pace.PAUSED:
             self._resumes = True
             self.engine.pause("keep")
-        weights = _Kept.of(self.model) if WEIGHTS in wanted and level == 1 and not self._dropped else None
+        kept = self._kept(level) if WEIGHTS in wanted else []
         self.engine.sleep(cache=CACHE in wanted, weights=WEIGHTS in wanted)
         if WEIGHTS in wanted:
             self._dropped, self.model = self._dropped or level == 2, _without_weights(self.model)
-        self._asleep |= {tag: weights if tag == WEIGHTS else None for tag in wanted}
+        self._asleep |= {tag: kept if tag == WEIGHTS else [] for tag in wanted}
+
+    def _kept(self, level: int) -> list[_Kept]:
+        kept = [] if level == 2 or self._dropped else [_Kept.of(self.model)]
+        return kept if self.model.draft is None else [*kept, _Kept.of(self._model(drafts=True), drafts=True)]
 
     def wake_up(self, tags: Iterable[str] = TAGS) -> None:
         """Take back what `sleep` freed. After level 2 the engine resumes when all weights have been updated."""
         wanted = [tag for tag in require_tags(tags) if tag in self._asleep]
         if WEIGHTS in wanted:
-            kept = self._asleep.pop(WEIGHTS)
-            for drafts, params in kept.on_device() if kept is not None else ():
-                self._swap(self.stage(params, drafts=drafts), self.engine.weight_version)
+            for each in self._asleep.pop(WEIGHTS):
+                self._swap(self.stage(each.on_device(), drafts=each.drafts), self.engine.weight_version)
         if CACHE in wanted:
             self.engine.wake()
             del self._asleep[CACHE]
@@ -249,23 +253,19 @@ class ServedModel:
 
 
 class _Kept(NamedTuple):
-    """Weights of a model and of its draft model in host memory, and their shardings before."""
+    """Weights in host memory, of the model or of its draft model (``drafts``), and their shardings before."""
 
+    drafts: bool
     params: Any
     shardings: Any
-    draft: _Kept | None
 
     @staticmethod
-    def of(model: Model) -> _Kept:
+    def of(model: Model, *, drafts: bool = False) -> _Kept:
         hosted = jax.block_until_ready(jax.tree.map(_to_host, model.params))
-        draft = None if model.draft is None else _Kept.of(unshared(model.draft, model))
-        return _Kept(hosted, jax.tree.map(lambda x: x.sharding, model.params), draft)
+        return _Kept(drafts, hosted, jax.tree.map(lambda x: x.sharding, model.params))
 
-    def on_device(self) -> Iterator[tuple[bool, Any]]:
-        """Copy the weights back: those of the model, then those of the draft model (true)."""
-        yield False, jax.tree.map(jax.device_put, self.params, self.shardings)
-        if self.draft is not None:
-            yield True, jax.tree.map(jax.device_put, self.draft.params, self.draft.shardings)
+    def on_device(self) -> Any:
+        return jax.tree.map(jax.device_put, self.params, self.shardings)
 
 
 def _to_host(array: jax.Array) -> jax.Array:

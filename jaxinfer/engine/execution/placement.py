@@ -36,13 +36,18 @@ def shardable_model(model: Model, mesh: Mesh) -> Model:
     Raises:
         EngineConfigError: heads, or another dimension that must be sharded, cannot be divided evenly.
     """
+    made = with_copied_heads(model, mesh)
+    require_even(made.specs, mesh.shape)
+    require_experts(made.specs, mesh.shape)
+    _require_even_states(model.cache_spec, devices_along(mesh.shape, "heads"))
+    return made
+
+
+def with_copied_heads(model: Model, mesh: Mesh) -> Model:
+    """Return the model, of which specs and parameters may be only some, with as many KV heads as the mesh needs."""
     cache, copies = model.cache_spec, kv_copies(model.cache_spec, mesh.shape)
-    specs = with_copies(model.specs, copies)
-    require_even(specs, mesh.shape)
-    require_experts(specs, mesh.shape)
-    _require_even_states(cache, devices_along(mesh.shape, "heads"))
     return model.replace(
-        specs=specs,
+        specs=with_copies(model.specs, copies),
         cache_spec=dataclasses.replace(cache, kv_heads=cache.kv_heads * copies),
         params=jax.tree.map(lambda spec, value: copied(value, spec, copies), model.specs, model.params),
     )

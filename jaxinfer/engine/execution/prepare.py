@@ -15,7 +15,7 @@ from jaxinfer.config.defaults import Defaults, of_platform
 from jaxinfer.config.engine import Backend
 from jaxinfer.config.speculative import other_vocabulary
 from jaxinfer.engine.execution.encoder import image_needs, text_part
-from jaxinfer.engine.execution.placement import shardable_model
+from jaxinfer.engine.execution.placement import shardable_model, with_copied_heads
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
@@ -84,7 +84,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
 
 def prepared_weights(model: Model, engine: ResolvedEngine, platform: str, mesh: Mesh) -> Model:
     """Return a model, or a draft model, with parameters, perhaps not all, in the form in which `prepare` gives them."""
-    model = shardable_model(model, mesh)
+    model = with_copied_heads(model, mesh)
     return _for_kernels(model, engine.gemm_backend) if platform == "gpu" else model
 
 

@@ -167,14 +167,14 @@ class Runner:
         for sequence in admitted:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
-            if sequence.stateful and sequence.sampler_state is None:
+            if sequence.stateful:
                 self._executor.run(commands.AdmitSlot(sequence.slot, *slots.state_rows(sequence.request, self._vocab)))
         for microbatch in {sequence.slot % self._engine.microbatches for sequence in admitted}:
             self._set_slots(microbatch)
 
     def _restore_caught_up(self, rows: list[DecodePlan]) -> None:
         """Restore the sampler states of preempted sequences whose known tokens are all computed again."""
-        for sequence, position, *_ in rows:
+        for sequence, _, position, *_ in rows:
             state = sequence.sampler_state
             if isinstance(state, SamplerSnapshot) and position + 1 == len(sequence.tokens):
                 self._executor.run(commands.RestoreSlot(sequence.slot, state.number))
