@@ -255,7 +255,7 @@ class AsyncEngine:
     async def update_weights(
         self, weights: Any, *, version: int | None = None, mode: PauseMode | None = None, **options: bool
     ) -> Update:
-        """Serve new weights, all of them from the same step on. They are placed beside the served ones in a worker
+        """Serve new weights, all of them from the same step on. They are placed next to the served ones in a worker
         thread, while the engine computes, and exchanged between two steps.
 
         Args:

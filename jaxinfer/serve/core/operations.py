@@ -14,7 +14,7 @@ MODES: Sequence[str] = get_args(PauseMode)
 TAGS = ("kv_cache", "weights")
 
 
-class Operation(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class Operation(msgspec.Struct, array_like=True, tag=True):
     """A change, encoded as the array of its class name and its fields."""
 
 

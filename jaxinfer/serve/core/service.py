@@ -309,13 +309,14 @@ class _Core:
             case "check":
                 await engine.check()
                 return None
-        profiler = self._built and self._built.profiler
+        profiler = None if self._built is None else self._built.profiler
         if profiler is None:
             raise RuntimeError("profiling is off: the server was started without profile_dir")
         return await asyncio.to_thread(profiler.start if question == "start_profile" else profiler.stop)
 
     async def _operate(self, operation: AnyOperation) -> WeightState:
-        return await operate(self._running(), operation, self._built and self._built.read_weights)
+        read = None if self._built is None else self._built.read_weights
+        return await operate(self._running(), operation, read)
 
     def _running(self) -> AsyncEngine:
         if self._engine is None:
