@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import rich.console
 import rich.progress
 import rich.text
@@ -18,6 +19,7 @@ import rich.text
 from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.execution.on_policy import ServedPrograms
 from jaxinfer.images.expansion import for_vocabulary, place_images
 from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, with_timestamps
 from jaxinfer.loading import start_engine
@@ -26,10 +28,10 @@ from jaxinfer.models.model import Model
 from jaxinfer.outputs import (
     CompletionOutput,
     Delta,
-    Logprob,
-    LogprobsDict,
     RequestOutput,
     Score,
+    TokenLogprobs,
+    candidates_of,
     empty_output,
     score_of,
 )
@@ -41,7 +43,7 @@ from jaxinfer.text.contents import messages_of, with_images
 from jaxinfer.text.intake import AnyPrompt, Intake, Prompt, as_prompts, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PlacedImage, PositionLogprobs, Request, SequenceDelta, added_versions
+from jaxinfer.types import FinishReason, PlacedImage, Request, SequenceDelta, added_versions
 
 # Fields of a request that hold the prompt itself, as text or as tokens, and its images.
 _OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data")
@@ -213,6 +215,11 @@ class LLM(LoRAFrontend, WeightFrontend):
             run.abort()
         return run.outputs
 
+    def served_programs(self) -> ServedPrograms:
+        """Return what `Model.logprobs` needs to know of the engine; a static argument of `jax.jit`."""
+        programs: ServedPrograms = self.engine.served_programs()
+        return programs
+
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number."""
         return self.engine.reset_prefix_cache()
@@ -238,6 +245,36 @@ class LLM(LoRAFrontend, WeightFrontend):
         made = self._requests("continuations", whole, [params] * len(whole))
         outputs = self._run(whole, self._adapted(made, lora))
         return [score_of(ids, output) for ids, output in zip(listed, outputs, strict=True)]
+
+    def logprobs(
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        completions: Prompt | Sequence[Prompt],
+        *,
+        lora: LoRAChoice | Sequence[LoRAChoice] = None,
+    ) -> list[np.ndarray]:
+        """Return the log-probabilities of each token of ``completions`` (token ids or text) after its prompt, under the
+        raw logits, as arrays [tokens] of float32: bitwise those that a generation of these tokens returns, except where
+        ``exactness=relaxed``.
+
+        The tokens are forced (`SamplingParams.forced_token_ids`). `score` reads a completion in chunks, which is faster
+        and may differ in the last bits.
+
+        Raises:
+            RequestError, LoRAError: see `generate`; also where there is not one completion for each prompt.
+        """
+        listed = as_prompts(prompts)
+        ids = [self._completion(place, each) for place, each in enumerate(as_prompts(completions))]
+        if len(ids) != len(listed):
+            raise RequestError("completions", f": {len(ids)} given for {len(listed)} prompts")
+        params = [SamplingParams(temperature=0.0, logprobs=0, forced_token_ids=each) for each in ids]
+        arrays = (whole.outputs[0].arrays.logprobs for whole in self._generate(listed, params, None, False, lora))
+        return [each for each in arrays if each is not None]
+
+    def _completion(self, place: int, completion: Any) -> list[int]:
+        if isinstance(completion, np.ndarray):
+            completion = completion.tolist()
+        return self._token_ids(f"completions[{place}]", completion)
 
     def _token_ids(self, field: str, prompt: Prompt, add_special_tokens: bool = False) -> list[int]:
         ids = self._intake.encode(field, prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
@@ -409,19 +446,14 @@ class _Run:
 
     def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, new: OutputDelta) -> None:
         if new.prompt_logprobs is not None and whole.prompt_logprobs is None:
-            whole.prompt_logprobs = [None if p is None else self._candidates(p) for p in new.prompt_logprobs]
+            found = new.prompt_logprobs
+            whole.prompt_logprobs = [None if p is None else candidates_of(p, self._token_text) for p in found]
         if new.logprobs:
             if output.logprobs is None:
-                output.logprobs = []
-            output.logprobs.extend(map(self._candidates, new.logprobs))
+                output.logprobs = TokenLogprobs(output.positions, self._token_text)
+            output.positions.extend(new.logprobs)
             chosen = math.fsum(position.chosen.logprob for position in new.logprobs)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + chosen
-
-    def _candidates(self, position: PositionLogprobs) -> LogprobsDict:
-        return {
-            c.token_id: Logprob(c.logprob, c.rank, self._token_text(c.token_id))
-            for c in (*position.top, position.chosen)
-        }
 
     def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")

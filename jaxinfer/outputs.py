@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from jaxtyping import Float32, Int32
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import Request, WeightVersions
+from jaxinfer.types import PositionExtras, PositionLogprobs, Request, WeightVersions
 
 
 class Logprob(NamedTuple):
@@ -21,27 +25,117 @@ class Logprob(NamedTuple):
 
 LogprobsDict = dict[int, Logprob]
 
+TokenText = Callable[[int], str | None]
+"""Function that returns a token's text."""
+
+
+class TokenLogprobs(Sequence[LogprobsDict]):
+    """Candidates of each position, as dictionaries by token id that are made when they are first read."""
+
+    def __init__(self, positions: Sequence[PositionLogprobs], token_text: TokenText) -> None:
+        self._positions, self._text = positions, token_text
+        self._made: list[LogprobsDict] = []
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> LogprobsDict: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LogprobsDict]: ...
+    def __getitem__(self, index: int | slice) -> LogprobsDict | list[LogprobsDict]:
+        more = self._positions[len(self._made) :]
+        self._made += [candidates_of(position, self._text) for position in more]
+        return self._made[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == other[:]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self[:],)  # copies and pickles are lists
+
+
+def _vocabularies(extras: Iterable[PositionExtras]) -> list[np.ndarray]:
+    return [np.frombuffer(each.vocabulary or b"", np.float32) for each in extras]
+
+
+def candidates_of(position: PositionLogprobs, token_text: TokenText) -> LogprobsDict:
+    """Return the candidates of a position by token id."""
+    return {c.token_id: Logprob(c.logprob, c.rank, token_text(c.token_id)) for c in (*position.top, position.chosen)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenArrays:
+    """The numbers of one output as numpy arrays, an entry for each token. None: not requested.
+
+    Attributes:
+        logprobs: log probability of each token, or what ``logprobs_mode`` says.
+        entropies: in nats.
+        token_logprobs: of the ``logprob_token_ids``.
+        sampling_mask: token ids that the sampler could draw, as ``indptr`` and ``indices`` of a CSR matrix: those of
+            token i are ``indices[indptr[i] : indptr[i + 1]]``, ascending.
+        vocabulary: log probabilities of the whole vocabulary.
+    """
+
+    token_ids: Int32[np.ndarray, " tokens"]
+    logprobs: Float32[np.ndarray, " tokens"] | None = None
+    entropies: Float32[np.ndarray, " tokens"] | None = None
+    token_logprobs: Float32[np.ndarray, "tokens ids"] | None = None
+    sampling_mask: tuple[Int32[np.ndarray, " bounds"], Int32[np.ndarray, " kept"]] | None = None
+    vocabulary: Float32[np.ndarray, "tokens vocab"] | None = None
+
+
+def arrays_of(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> TokenArrays:
+    """Return the arrays of tokens and, where they were requested, of their log probabilities and extras."""
+    tokens = np.array(token_ids, np.int32)
+    if not positions:
+        return TokenArrays(tokens, None if token_ids else np.zeros(0, np.float32))
+    extras = [position.extras or PositionExtras() for position in positions]
+    first = extras[0]
+    kept = [np.frombuffer(each.kept or b"", np.int32) for each in extras]
+    bounds = np.cumsum([0, *map(len, kept)], dtype=np.int32)
+    return TokenArrays(
+        tokens,
+        np.array([position.chosen.logprob for position in positions], np.float32),
+        None if first.entropy is None else np.array([each.entropy for each in extras], np.float32),
+        np.array([each.token_logprobs for each in extras], np.float32) if first.token_logprobs else None,
+        None if first.kept is None else (bounds, np.concatenate(kept)),
+        None if first.vocabulary is None else np.stack(_vocabularies(extras)),
+    )
+
 
 @dataclasses.dataclass(repr=False)
 class CompletionOutput(ShortRepr):
     """A sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
-    where drafts were accepted by that rule, which changes tokens (None: exact). ``weight_versions`` are pairs (version,
-    number of tokens), in order; empty: all tokens are of version 0."""
+    where drafts were accepted by that rule, which changes tokens (None: exact). ``positions`` is what ``logprobs`` and
+    `arrays` are made of. ``weight_versions`` are pairs (version, number of tokens), in order; empty: all tokens are of
+    version 0."""
 
     index: int
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[LogprobsDict] | None = None
+    logprobs: Sequence[LogprobsDict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     acceptance: str | None = None
     weight_versions: WeightVersions = ()
+    positions: list[PositionLogprobs] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def weight_version(self) -> int:
         """Version of the weights that computed the last token; 0: those of the start."""
         return self.weight_versions[-1][0] if self.weight_versions else 0
+
+    @property
+    def arrays(self) -> TokenArrays:
+        """Tokens and requested numbers, without a dictionary for each token; made anew at each call."""
+        return arrays_of(self.token_ids, self.positions)
 
 
 @dataclasses.dataclass(repr=False)

@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 
@@ -47,6 +47,10 @@ class QueueFullError(RequestError):
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
 
+
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+"""Values of ``logprobs_mode``, vLLM's."""
+MAX_LOGPROB_TOKEN_IDS = 128
 
 _ACCEPTANCES = ("exact", "typical")
 _MAX_DRAFT = 2**31 - 1
@@ -164,6 +168,8 @@ class Parameter:
             Every other API has all fields.
         neutral: value without effect of the sampler's array of this name, for unused slots; None: there is no array.
         probe: value with an effect on the device, for the probe of batch invariance; None: no value has one.
+        choices: valid texts.
+        trains: values other than the default need ``enable_training_outputs``.
     """
 
     name: str
@@ -177,6 +183,8 @@ class Parameter:
     also_in: Collection[str] = ()
     neutral: float | None = None
     probe: Any = None
+    choices: Collection[str] = ()
+    trains: bool = False
 
 
 def _field(default: Any, **facts: Any) -> Any:
@@ -192,11 +200,13 @@ _ALL = (*_APIS, "generation_config")
 class SamplingParams:
     """Parameters of sampling and stopping. Names and defaults are vLLM's. The fields are the rows of `PARAMETERS`.
 
-    Log probabilities are those of the raw logits, before any processor. ``seed`` None is drawn once, at admission.
+    Log probabilities are those of the raw logits, before any processor, unless ``logprobs_mode`` says otherwise.
+    ``logprob_token_ids``, ``return_entropy`` and ``return_sampling_mask`` imply ``logprobs`` 0. ``seed`` None is drawn
+    once, at admission.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` and ``top_n_sigma`` -1 to 0, sequences and a
     single ``stop`` string to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the
-    vocabulary?) are in ``jaxinfer.sampling_params.validate_request``.
+    vocabulary?) are in ``jaxinfer.request_checks.validate_request``.
 
     Attributes:
         max_tokens: maximum number of generated tokens per output
@@ -212,10 +222,18 @@ class SamplingParams:
         n: number of outputs per prompt
         min_tokens: minimum number of generated tokens per output
         thinking_token_budget: reasoning budget: end the think block after N tokens
-        logprobs: number of most likely tokens to return with log probabilities, per output position
+        logprobs: number of most likely tokens to return with log probabilities, per output position; -1: the whole
+            vocabulary, where max_logprobs is -1
         prompt_logprobs: number of most likely tokens per prompt position; shown with --json
+        logprobs_mode: what log probabilities of the output are: raw_logprobs, raw_logits (before any processor),
+            processed_logprobs or processed_logits (after all of them, with temperature)
+        logprob_token_ids: up to 128 token ids whose log probabilities are returned at each output position
+        return_entropy: return the entropy at each output position
+        return_sampling_mask: return the token ids that the sampler could draw at each output position
         logit_bias: numbers from -100 to 100 by token id, added to the logits
         allowed_token_ids: the only token ids that may be generated, at least one
+        forced_token_ids: the output is exactly these token ids, with their own log probabilities; max_tokens is their
+            number
         bad_words: at most 64 texts of 1 to 1024 characters that must not occur in the output; they may make at most 32
             token sequences of at most 8 tokens
         stop: at most 64 strings of 1 to 1024 characters, or one; each ends the output
@@ -245,10 +263,15 @@ class SamplingParams:
     n: int = _field(1, low=1, high=1024)
     min_tokens: int = _field(0, low=0, high=_INT64, neutral=0, probe=1)
     thinking_token_budget: int | None = _field(None, low=0, high=_INT64, also_in=("responses",))
-    logprobs: int | None = _field(None, low=0, probe=1)
+    logprobs: int | None = _field(None, low=-1, probe=1)
     prompt_logprobs: int | None = _field(None, low=0)
+    logprobs_mode: str = _field(LOGPROBS_MODES[0], choices=LOGPROBS_MODES, trains=True)
+    logprob_token_ids: Sequence[int] | None = _field(None, trains=True)
+    return_entropy: bool = _field(False, trains=True)
+    return_sampling_mask: bool = _field(False, trains=True)
     logit_bias: Mapping[int, float] | None = _field(None, probe={0: 3.0})
     allowed_token_ids: Sequence[int] | None = _field(None)
+    forced_token_ids: Sequence[int] | None = _field(None)
     bad_words: Sequence[str] | None = _field(None)
     stop: str | Sequence[str] | None = _field(None)
     stop_token_ids: Sequence[int] | None = _field(None)
@@ -263,6 +286,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or not optional:
                 object.__setattr__(self, name, check(name, value))
+        if self.forced_token_ids is not None:
+            _check_forced(self)
+            object.__setattr__(self, "max_tokens", len(self.forced_token_ids))
+        _check_outputs(self)
+        if self.logprobs is None and (self.logprob_token_ids or self.return_entropy or self.return_sampling_mask):
+            object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -272,6 +301,18 @@ class SamplingParams:
     def typical(self) -> bool:
         """Whether drafts of this request are accepted by typical acceptance, which is lossy."""
         return isinstance(self.speculation, Speculation) and self.speculation.acceptance == "typical"
+
+    @property
+    def training_output(self) -> str | None:
+        """The first field that needs ``enable_training_outputs``; None: there is none."""
+        if self.logprobs == -1:
+            return "logprobs"
+        return next((name for name in _TRAINING if getattr(self, name) != PARAMETERS[name].default), None)
+
+    @property
+    def never_ends_before(self) -> int:
+        """Number of generated tokens before which no token ends an output."""
+        return self.min_tokens if self.forced_token_ids is None else len(self.forced_token_ids)
 
     @property
     def grammar(self) -> tuple[str, str] | None:
@@ -290,6 +331,29 @@ PARAMETERS: Mapping[str, Parameter] = {
     for field in dataclasses.fields(SamplingParams)
 }
 """Sampling parameters by name."""
+
+
+_TRAINING = tuple(row.name for row in PARAMETERS.values() if row.trains)
+
+
+def _check_outputs(params: SamplingParams) -> None:
+    if params.logprob_token_ids is not None and not 0 < len(params.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS:
+        size = len(params.logprob_token_ids)
+        raise RequestError("logprob_token_ids", f"must hold 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, not {size}")
+    if params.prompt_logprobs is not None and params.logprobs_mode != LOGPROBS_MODES[0]:
+        _refuse("logprobs_mode", params.logprobs_mode, "and prompt_logprobs exclude each other: these are raw")
+
+
+def _check_forced(params: SamplingParams) -> None:
+    """Reject what cannot be combined with forced tokens: it would choose other tokens, or another end."""
+    if not params.forced_token_ids:
+        _refuse("forced_token_ids", params.forced_token_ids, "must hold at least one token id")
+    for name in ("n", "min_tokens", "thinking_token_budget", "stop", "structured_outputs"):
+        value = getattr(params, name)
+        if value != PARAMETERS[name].default and value != ():
+            _refuse(name, value, "and forced_token_ids exclude each other")
+    if params.typical:
+        _refuse("speculation.acceptance", "typical", "and forced_token_ids exclude each other")
 
 
 def _refuse(field: str, value: object, reason: str) -> NoReturn:
@@ -342,6 +406,12 @@ def _strings(field: str, value: object) -> tuple[str, ...]:
         if not 0 < len(item) <= _MAX_CHARACTERS:
             _refuse(field, item, f"must have 1 to {_MAX_CHARACTERS} characters, not {len(item)}")
     return tuple(items)
+
+
+def _choice(choices: Collection[str], field: str, value: object) -> str:
+    if not isinstance(value, str) or value not in choices:
+        _refuse(field, value, f"must be one of {', '.join(choices)}")
+    return value
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:
@@ -438,6 +508,8 @@ _KINDS: Mapping[str, Callable[[str, object], Any]] = {
 
 def _check_of(row: Parameter) -> Callable[[str, object], Any]:
     """Return the function that checks and normalises values of a parameter."""
+    if row.kind == "str":
+        return functools.partial(_choice, row.choices)
     if row.kind not in ("int", "float"):
         return _KINDS[row.kind]
     range_: dict[str, Any] = {"low": row.low, "high": row.high}
@@ -462,6 +534,9 @@ class SamplingLimits:
         max_logprobs: top logprobs of one position.
         drafts: the engine speculates, so that requests may choose an acceptance rule.
         grammars: the engine supports structured outputs.
+        masks: the decode programs take token masks, which force tokens.
+        training: the engine has outputs for training (``enable_training_outputs``).
+        whole: these may be of the whole vocabulary.
     """
 
     max_stop_ids: int = 64
@@ -470,114 +545,6 @@ class SamplingLimits:
     max_logprobs: int = 20
     drafts: bool = False
     grammars: bool = False
-
-
-def validate_request(
-    params: SamplingParams,
-    prompt_token_ids: Sequence[Any],
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    stop_token_ids: Collection[int] = frozenset(),
-    bad_words_ids: Sequence[Sequence[int]] = (),
-    limits: SamplingLimits = SamplingLimits(),
-) -> None:
-    """Reject a request that this model cannot serve.
-
-    Args:
-        params: already checked at construction.
-        prompt_token_ids: the prompt, special tokens included, as the caller gave it.
-        vocab_size: number of token ids that the model scores.
-        max_model_len: maximum tokens of prompt and output together.
-        stop_token_ids: all ids that end the sequence, those of the request and EOS.
-        bad_words_ids: ``params.bad_words`` as token sequences.
-        limits: fixed limits of the engine.
-
-    Raises:
-        RequestError: the first error; the message names field and value.
-    """
-    _check_prompt(prompt_token_ids, vocab_size, max_model_len)
-    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    check_token_ids("logit_bias key", params.logit_bias or (), vocab_size)
-    check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
-    stops = {*stop_token_ids, *(params.stop_token_ids or ())}
-    if len(stops) > limits.max_stop_ids:
-        most = f"must hold at most {limits.max_stop_ids} ids, EOS included, not {len(stops)}"
-        raise RequestError("stop_token_ids", most)
-    _check_bad_words(bad_words_ids, vocab_size, limits)
-    _check_logprobs("logprobs", params.logprobs, limits.max_logprobs)
-    _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_logprobs)
-    if params.typical and not limits.drafts:
-        none = "needs drafts, and there are none: speculation is off (speculative)"
-        raise RequestError("speculation.acceptance", f"='typical' {none}")
-    if params.grammar is not None and not limits.grammars:
-        raise RequestError(
-            "structured_outputs",
-            "is not served: structured_output_helpers is 0, or enable_dp_attention is on, or there is no tokenizer",
-        )
-    if params.thinking_token_budget is not None and not limits.grammars:
-        place, needs = "thinking_token_budget", "what structured outputs need, and these are not served"
-        raise RequestError(place, f"={params.thinking_token_budget} needs {needs}")
-    _check_something_is_left(params, stops, bad_words_ids)
-
-
-def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) -> None:
-    check_prompt_length(len(prompt), max_model_len)
-    check_token_ids("prompt_token_ids", prompt, vocab_size)
-
-
-def check_prompt_length(count: int, max_model_len: int) -> None:
-    """Reject a prompt length that is 0 or leaves no token to generate.
-
-    Raises:
-        RequestError: the message names the number.
-    """
-    if count == 0:
-        raise RequestError("prompt_token_ids", "is empty: a prompt has at least one token")
-    if count + 1 > max_model_len:
-        raise ContextLengthError(
-            "prompt_token_ids",
-            f"has {count} tokens, which leaves no room to generate: "
-            f"prompt and output together have at most {max_model_len} (max_model_len)",
-            f"{count} tokens",
-            max_model_len,
-        )
-
-
-def check_token_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:
-    """Reject values that are not ids of the vocabulary.
-
-    Raises:
-        RequestError: the first such value; the message names field and value.
-    """
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-            raise RequestError(field, f": {reprlib.repr(token)} must be an integer")
-        if not 0 <= int(token) < vocab_size:
-            raise RequestError(field, f": {token} must be a token id from 0 to {vocab_size - 1}")
-
-
-def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int, limits: SamplingLimits) -> None:
-    if len(words) > limits.max_bad_words:
-        raise RequestError("bad_words", f"must make at most {limits.max_bad_words} token sequences, not {len(words)}")
-    for word in words:
-        if not 0 < len(word) <= limits.max_bad_word_tokens:
-            sizes = f"1 to {limits.max_bad_word_tokens} tokens, not {len(word)}"
-            raise RequestError("bad_words", f": {list(word)} must have {sizes}")
-        check_token_ids("bad_words", word, vocab_size)
-
-
-def _check_logprobs(field: str, value: int | None, most: int) -> None:
-    if value is not None and value > most:
-        raise RequestError(field, f"={value} must be at most {most}")
-
-
-def _check_something_is_left(params: SamplingParams, stops: set[int], bad_words: Sequence[Sequence[int]]) -> None:
-    if params.allowed_token_ids is None:
-        return
-    banned = {word[0] for word in bad_words if len(word) == 1}
-    if params.min_tokens > 0:
-        banned |= stops
-    if banned.issuperset(params.allowed_token_ids):
-        allowed = list(params.allowed_token_ids)
-        raise RequestError("allowed_token_ids", f"={allowed} leaves no token: bad_words and min_tokens bar all")
+    masks: bool = False
+    training: bool = False
+    whole: bool = False

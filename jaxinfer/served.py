@@ -17,6 +17,8 @@ import numpy as np
 
 from jaxinfer.engine.core import EngineCore, Pace, PauseMode
 from jaxinfer.engine.execution.stages import unshared
+from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.merge import bias_path, merge_lora
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.arrays import abstract, overlaid
 from jaxinfer.parallel.processes import own_part
@@ -330,6 +332,18 @@ class WeightFrontend:
         """Serve new weights of the draft model or head, which change no output; see `update_weights`."""
         return self._open().update(params, drafts=True, partial=partial, cast=cast)
 
+    def merge_lora(self, adapter: Adapter, *, version: int | None = None, mode: str = "wait") -> WeightUpdate:
+        """Serve the model with an adapter merged into its weights, see `merge_lora` and `update_weights`.
+
+        Raises:
+            ValueError: the adapter does not fit, or one of its weights is quantised.
+        """
+        served = self._open()
+        served.require_awake()
+        paths = [path for path in (*adapter.deltas, *map(bias_path, adapter.deltas)) if _has(served.model.params, path)]
+        merged = merge_lora(_with_plain(served.model, paths), adapter).params
+        return self.update_weights(_only(merged, paths), version=version, mode=mode, partial=True)
+
     def weight_checksums(self) -> dict[str, str]:
         """Return a digest of each served parameter, by path."""
         return self._open().checksums()
@@ -367,6 +381,33 @@ class WeightFrontend:
     @property
     def is_sleeping(self) -> bool:
         return bool(self._open().asleep)
+
+
+def _has(tree: Any, path: tuple[str, ...]) -> bool:
+    return not path or (isinstance(tree, dict) and path[0] in tree and _has(tree[path[0]], path[1:]))
+
+
+def _only(tree: Any, paths: Iterable[tuple[str, ...]]) -> Any:
+    """Return the part of a nested dict with these paths."""
+    below = dict[str, list[tuple[str, ...]]]()
+    for name, *rest in filter(None, paths):
+        below.setdefault(name, []).append(tuple(rest))
+    return {name: _only(tree[name], rest) for name, rest in below.items()} if below else tree
+
+
+def _with_plain(model: Model, paths: Iterable[tuple[str, ...]]) -> Model:
+    """Return the model with these weights in the layout of its family."""
+    plain = _map_nodes(
+        lambda path, node, _: lambda: _plain(node), _only(model.params, paths), _only(model.params, paths), ()
+    )
+    return model.replace(params=overlaid(model.params, plain()))
+
+
+def _plain(node: Any) -> Any:
+    if not isinstance(node, Unquantized):
+        return node
+    turn = (0, -1) if node.layout == "in first" else (-1, 0)
+    return jnp.asarray(np.moveaxis(np.asarray(node.weight), *turn))
 
 
 def require_mode(mode: str) -> PauseMode:

@@ -184,11 +184,28 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
+class PositionExtras(NamedTuple):
+    """Outputs for training at one position.
+
+    Attributes:
+        entropy: in nats; None: not requested, as for the other fields.
+        token_logprobs: of the request's ``logprob_token_ids``.
+        kept: token ids that the sampler could draw: ascending int32 in this machine's byte order.
+        vocabulary: log probabilities of the whole vocabulary: float32.
+    """
+
+    entropy: float | None = None
+    token_logprobs: tuple[float, ...] = ()
+    kept: bytes | None = None
+    vocabulary: bytes | None = None
+
+
 class PositionLogprobs(NamedTuple):
     """The chosen token at one position and the ``N`` most likely ones, most likely first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
+    extras: PositionExtras | None = None
 
 
 WeightVersions = tuple[tuple[int, int], ...]
@@ -239,6 +256,23 @@ class SequenceDelta:
     draft_tokens: int = 0
     draft_accepted: int = 0
     weight_versions: WeightVersions = ()
+
+    def extended(self, then: SequenceDelta) -> SequenceDelta:
+        """Add the next delta of the sample, which its owner no longer uses, to this one. O(``then``), so that the cost
+        does not grow with the deltas that a slow reader has not fetched."""
+        counts = len(self.token_ids), len(then.token_ids)
+        self.weight_versions = added_versions(self.weight_versions, counts[0], then.weight_versions, counts[1])
+        self.token_ids += then.token_ids
+        if then.logprobs:
+            known = self.logprobs if isinstance(self.logprobs, list) else list(self.logprobs)
+            known.extend(then.logprobs)
+            self.logprobs = known
+        self.finish_reason, self.stop_reason = then.finish_reason, then.stop_reason
+        self.prompt_logprobs = self.prompt_logprobs or then.prompt_logprobs
+        self.cached_tokens = then.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        self.draft_tokens += then.draft_tokens
+        self.draft_accepted += then.draft_accepted
+        return self
 
 
 # ---- model parameters, declared once: shape, sharding, initialisation and checkpoint mapping derive from these specs

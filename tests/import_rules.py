@@ -22,6 +22,7 @@ LAYER = {
     "helper_process": -1,
     "pallas_kernels": 0,
     "types": 0,
+    "request_checks": 0,
     "version": 0,
     "protos": 0,  # generated from protos/
     "parsers": 0,
@@ -59,6 +60,7 @@ LAYER = {
     "convert": 12,
     "compile": 12,
     "eval": 12,
+    "check_on_policy": 12,
     "gpu_check": 12,
     "plan": 12,
     "__main__": 13,
@@ -76,7 +78,7 @@ LAYER_WITHIN = {
     "pallas_kernels.check": 1,
     "pallas_kernels.tune": 2,
 }
-TEXT_NEEDS = {"formats", "sampling_params", "types"}
+TEXT_NEEDS = {"formats", "request_checks", "sampling_params", "types"}
 ENGINE = LAYER["engine"]
 ENTRY_POINTS = LAYER["loading"]
 
@@ -114,6 +116,7 @@ THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "brief": set[str](),
     "sampling_params": set[str](),
+    "request_checks": set[str](),
     "helper_process": set[str](),
     "compilations": {"jax", "flax", "numpy"},
     "types": set[str](),
@@ -143,8 +146,9 @@ NO_JAX = (
     "jaxinfer.generate",
     "jaxinfer.helper_process",
     "jaxinfer.images",
-    "jaxinfer.integrations",
     "jaxinfer.integrations.embedded",
+    "jaxinfer.integrations.ray",
+    "jaxinfer.integrations.replicas",
     "jaxinfer.kv.blocks",
     "jaxinfer.kv.cache_key",
     "jaxinfer.kv.journal",
@@ -165,6 +169,7 @@ NO_JAX = (
     "jaxinfer.parallel.frames",
     "jaxinfer.parsers",
     "jaxinfer.planner",
+    "jaxinfer.request_checks",
     "jaxinfer.sampling_params",
     "jaxinfer.serve.__main__",
     "jaxinfer.serve.api",

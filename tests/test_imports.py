@@ -19,6 +19,7 @@ IMPORTED_AS = {
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
     "pillow": "PIL",
+    "google-tunix": "tunix",
     "pyyaml": "yaml",
     "fastapi-swagger": "fastapi_swagger",
     "orbax-checkpoint": "orbax",
@@ -40,7 +41,7 @@ def _write(root: pathlib.Path, files: dict[str, str]) -> None:
 def _declared(repo: pathlib.Path) -> set[str]:
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [
-        line for extra in ("bench", "ray", "routing") for line in project["optional-dependencies"][extra]
+        line for extra in ("bench", "ray", "routing", "tunix") for line in project["optional-dependencies"][extra]
     ]
     packages = {re.split(r"[<>=\[; ]", line)[0] for line in lines}
     return {IMPORTED_AS.get(package, package) for package in packages}
@@ -99,7 +100,7 @@ REFUSED = {
     ),
     "text above": (
         {"jaxinfer/text/a.py": "import jaxinfer.config", "jaxinfer/config.py": ""},
-        "text imports formats, sampling_params, types only",
+        "text imports formats, request_checks, sampling_params, types only",
     ),
     "text below": ({"jaxinfer/engine/a.py": "import jaxinfer.text", "jaxinfer/text/b.py": ""}, "speak token ids"),
     "hidden": (

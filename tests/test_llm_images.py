@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from jaxinfer.images.processor import Processor
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams
 from jaxinfer.text.intake import Intake
 from jaxinfer.types import Request

@@ -52,7 +52,7 @@ each = pytest.mark.parametrize("row", PARAMETERS.values(), ids=PARAMETERS.keys()
 
 def value_of(row: Parameter) -> Any:
     """Return a valid value of a parameter, as JSON has it, that is not its default."""
-    value = row.probe if row.probe is not None else VALUES[row.kind]
+    value = row.probe if row.probe is not None else row.choices[-1] if row.choices else VALUES[row.kind]
     return not row.default if row.kind == "bool" else value
 
 

@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("min_tokens", -1, "must be at least 0"),
     ("min_tokens", 17, "must be at most max_tokens=16"),
     ("min_tokens", None, "must be an integer"),
-    ("logprobs", -1, "must be at least 0"),
+    ("logprobs", -2, "must be at least -1"),
     ("prompt_logprobs", -1, "must be at least 0"),
     ("seed", 2**64, f"must be at most {2**64 - 1}"),
     ("seed", -(2**63) - 1, f"must be at least {-(2**63)}"),

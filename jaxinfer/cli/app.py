@@ -37,6 +37,9 @@ COMMANDS = {
     "control": Command("stats, drain, abort, flush of a server", "jaxinfer.cli.control", "jaxinfer.terminal.control"),
     "keys": Command("create API keys for a server", "jaxinfer.serve.keys", "jaxinfer.serve.keys"),
     "eval": Command("measure the perplexity of a text", "jaxinfer.cli.eval", "jaxinfer.eval.__main__"),
+    "check-on-policy": Command(
+        "compare served log-probabilities with a trainer's", "jaxinfer.cli.check_on_policy", "jaxinfer.check_on_policy"
+    ),
     "check-gpu": Command("check and time the GPU", "jaxinfer.gpu_check.__main__", "jaxinfer.gpu_check.__main__"),
     "version": Command("versions of jaxinfer and its dependencies", "jaxinfer.cli.version", "jaxinfer.cli.version"),
 }

@@ -9,7 +9,7 @@ from jaxinfer.cli.flags import add_groups, all_flags, attribute_docs, given_sett
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.config.aliases import DTYPES, known_dtype
-from jaxinfer.sampling_params import PARAMETERS, SamplingParams
+from jaxinfer.sampling_params import LOGPROBS_MODES, PARAMETERS, SamplingParams
 
 # On the command line --seed is that of the request; the engine's seed is the source of unset request seeds.
 _NO_FLAGS = ("seed",)
@@ -18,8 +18,14 @@ MAX_TOKENS = 128
 
 # Options passed to SamplingParams under the same name; the defaults are those of the checkpoint or the field.
 _NUMBERS = {row.name: row for row in PARAMETERS.values() if row.kind in ("int", "float")}
-_LISTS = ("stop", "stop_token_ids", "bad_words")
-_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "forced_token_ids", "logprob_token_ids", "logprobs_mode")
+_SWITCHES = (
+    "return_entropy",
+    "return_sampling_mask",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
 
 
 def add_engine(parser: Parser, sequences: str) -> None:
@@ -78,6 +84,13 @@ def add_sampling(parser: Parser) -> None:
     _add_structured(group)
     group.add_argument("--stop", action="append", metavar="TEXT", help="stop string of the output; may be repeated")
     group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="token ids that end the output")
+    forced = "the token ids of the output, to score them"
+    group.add_argument("--forced-token-ids", type=int, nargs="+", metavar="N", help=forced)
+    group.add_argument("--logprobs-mode", choices=LOGPROBS_MODES, help="what log probabilities are")
+    values = "token ids whose log probabilities --json shows"
+    group.add_argument("--logprob-token-ids", type=int, nargs="+", metavar="N", help=values)
+    group.add_argument("--return-entropy", action="store_true", help="show entropies with --json")
+    group.add_argument("--return-sampling-mask", action="store_true", help="show what could be drawn with --json")
     group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that must not occur in the output")
     group.add_argument("--ignore-eos", action="store_true", help="continue after the EOS token")
     group.add_argument("--include-stop-str-in-output", action="store_true", help="keep the stop string in the output")

@@ -67,6 +67,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
+    forced_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
     seed: int | None
     max_tokens: int | None
@@ -77,6 +78,10 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: bool | None
     logprobs: int | None
     prompt_logprobs: int | None
+    logprobs_mode: str | None
+    logprob_token_ids: Sequence[int] | None
+    return_entropy: bool | None
+    return_sampling_mask: bool | None
     skip_special_tokens: bool | None
     speculation: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
@@ -245,9 +250,10 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
     if name == "logit_bias":
         for token, bias in value.items():
             guarded(name, value, sampling.logit_bias.__setitem__, token, bias)
-    elif name == "allowed_token_ids":
-        sampling.allowed_token_ids.SetInParent()  # an empty list is not the same as none
-        extend(name, sampling.allowed_token_ids.ids, value)
+    elif name in ("allowed_token_ids", "forced_token_ids", "logprob_token_ids"):
+        message = getattr(sampling, name)
+        message.SetInParent()  # an empty list is not the same as none
+        extend(name, message.ids, value)
     elif name == "speculation":
         _set_named("speculation", sampling.speculation, value)
     elif name == "structured_outputs":

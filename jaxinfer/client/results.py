@@ -44,10 +44,19 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The token at one position, and the most likely ones, most likely first."""
+    """The token at one position, and the most likely ones, most likely first.
+
+    Attributes:
+        entropy: in nats, if requested.
+        token_logprobs: of the request's ``logprob_token_ids``.
+        kept_token_ids: token ids that the sampler could draw, if requested.
+    """
 
     chosen: TokenLogprob
     top: Sequence[TokenLogprob]
+    entropy: float | None = None
+    token_logprobs: Sequence[float] = ()
+    kept_token_ids: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -354,7 +363,13 @@ def _plain(value: Any) -> Any:
 
 
 def _read_position(position: pb.PositionLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(_read_token(position.chosen), [_read_token(token) for token in position.top])
+    return PositionLogprobs(
+        _read_token(position.chosen),
+        [_read_token(token) for token in position.top],
+        position.entropy if position.HasField("entropy") else None,
+        tuple(position.token_logprobs),
+        tuple(position.kept_token_ids),
+    )
 
 
 def _read_token(token: pb.TokenLogprob) -> TokenLogprob:

@@ -17,6 +17,7 @@ from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
 Backend = Literal["auto", "mosaic", "xla"]
 
+_MOST_LIKELY = 20
 # Default bound of the pool if the available memory was not measured.
 _KV_CACHE_BYTES = 4 << 30
 
@@ -34,7 +35,10 @@ class ExecutionConfig:
         activation_dtype: dtype to which inputs of quantised weights are rounded before a matrix product: "auto": as the
             checkpoint declares; "none": no rounding; "int8": for int8 weights with a scale per channel; "fp8": for FP8
             weights. One scale per token.
-        max_logprobs: maximum number of top logprobs that a request may ask for.
+        max_logprobs: maximum number of top logprobs that a request may ask for; -1: up to 20, or offline those of the
+            whole vocabulary, which needs ``enable_training_outputs``.
+        enable_training_outputs: requests may ask for ``logprobs_mode``, ``logprob_token_ids``, ``return_entropy`` and
+            ``return_sampling_mask``. Off: the programs have no such outputs.
         exactness: "exact": batch-invariant: results are bitwise identical whatever else is served; "relaxed": cached
             pages computed by other programs are reused, too.
         structured_output_helpers: processes that compute grammar masks, started by the first request with
@@ -55,6 +59,7 @@ class ExecutionConfig:
     max_model_len: int | None = None
     activation_dtype: str = "auto"
     max_logprobs: int = 20
+    enable_training_outputs: bool = False
     exactness: str = "exact"
     structured_output_helpers: int = 2
     attention_backend: str = "auto"
@@ -166,6 +171,16 @@ class ResolvedEngine(_Chosen):
     def drafts_leave_states(self) -> bool:
         """Whether rows of draft tokens leave states, one per draft token (`jaxinfer.kv.states.run_rows`)."""
         return self.num_states > 0 and self.speculative is not None
+
+    @property
+    def top_logprobs(self) -> int:
+        """Width of the reported most likely tokens."""
+        return _MOST_LIKELY if self.whole_vocabulary else self.max_logprobs
+
+    @property
+    def whole_vocabulary(self) -> bool:
+        """Whether requests may ask for the log probabilities of the whole vocabulary."""
+        return self.max_logprobs == -1
 
     @property
     def grammars(self) -> bool:
@@ -337,8 +352,11 @@ def _require_simple(config: EngineConfig) -> None:
     modules = config.lora_target_modules
     _require(bool(modules) and all(modules), "lora_target_modules", modules, "must name modules, or all-linear")
     _mm_limits(config)
-    for name in ("max_logprobs", "structured_output_helpers"):
-        _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
+    helpers = config.structured_output_helpers
+    _require(helpers >= 0, "structured_output_helpers", helpers, "must not be negative")
+    most, trains = config.max_logprobs, config.enable_training_outputs
+    _require(most >= -1, "max_logprobs", most, "must not be negative, but for -1, the whole vocabulary")
+    _require(most >= 0 or trains, "max_logprobs", most, "needs enable_training_outputs")
 
 
 def _require_grammars(config: EngineConfig) -> None:
@@ -381,6 +399,8 @@ def _require_dp_attention(config: EngineConfig) -> None:
     for name, why in _NOT_WITH_DP_ATTENTION.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
+    both = "and enable_dp_attention = True exclude each other: its ranks return no more than samples"
+    _require(not config.enable_training_outputs, "enable_training_outputs", True, both)
 
 
 def _require_even_tokens(config: EngineConfig) -> None:

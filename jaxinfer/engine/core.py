@@ -87,6 +87,9 @@ class EngineCore(Protocol):
     def temporaries(self) -> int:
         """Return the bytes of device memory that the program with the largest working set uses while it runs."""
 
+    def served_programs(self) -> Any:
+        """Return the programs of one replica, for `Model.logprobs`: `jaxinfer.engine.execution.on_policy`."""
+
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number. Running sequences keep theirs, which no other can match."""
 
@@ -159,7 +162,9 @@ class EngineLoop:
     ) -> None:
         self.config, self._kv, self.loras = config, kv, loras
         self._runner = runner if config.trace_steps is None else StepTrace(config.trace_steps, runner)
-        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.guesses)
+        self.limits = limits or SamplingLimits(
+            max_logprobs=config.top_logprobs, drafts=config.guesses, masks=config.grammars
+        )
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
@@ -234,7 +239,7 @@ class EngineLoop:
         if self.pace is Pace.DRAINING and self._scheduler.drained:
             self.pause("keep")
         if self._settled:
-            deltas, self._settled = [*self._settled, *deltas], []
+            deltas, self._settled = _joined([*self._settled, *deltas]), []
         return deltas
 
     # ---- pauses and new weights
@@ -288,6 +293,9 @@ class EngineLoop:
     def temporaries(self) -> int:
         return 0
 
+    def served_programs(self) -> Any:
+        return None
+
     def reset_prefix_cache(self) -> int:
         return self._scheduler.reset_prefix_cache()
 
@@ -296,6 +304,15 @@ class EngineLoop:
 
     def check(self) -> None:
         self._scheduler.check()
+
+
+def _joined(deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+    """Return one delta for each sample."""
+    found: dict[tuple[str, int], SequenceDelta] = {}
+    for delta in deltas:
+        key = delta.request_id, delta.index
+        found[key] = found[key].extended(delta) if key in found else delta
+    return list(found.values())
 
 
 def seed_source(config: ResolvedEngine) -> Callable[[], int]:

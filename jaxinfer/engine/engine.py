@@ -14,6 +14,7 @@ from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.execution.calibration import Calibration, calibrate
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
+from jaxinfer.engine.execution.on_policy import ServedPrograms, served_programs
 from jaxinfer.engine.execution.prepare import Prepared, prepared_weights
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.lora.store import LoRAStore
@@ -54,6 +55,7 @@ class Engine(EngineLoop):
         self._executor, self._mesh = make_executor(prepared, mesh, progress), mesh
         platform = mesh.devices.flat[0].platform
         self.calibration = found = calibration or calibrate(self._executor, prepared, platform)
+        self._programs = served_programs(prepared, found.size_classes, mesh)
         kv = new_kv(engine, model.cache_spec.windows)
         if not found.exact_resume:
             kv.stop_caching()  # resuming a prompt within a chunk would not be bitwise identical
@@ -79,6 +81,9 @@ class Engine(EngineLoop):
 
     def _compilations(self) -> int:
         return self._compiled.count
+
+    def served_programs(self) -> ServedPrograms:
+        return self._programs
 
     def temporaries(self) -> int:
         return self._executor.temporaries()

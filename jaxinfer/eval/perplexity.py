@@ -16,7 +16,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
 AT_ONCE = 32  # windows per call, whose outputs are in memory

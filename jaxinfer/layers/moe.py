@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -56,6 +56,10 @@ class RoutingRule:
     norm_added: float = 1e-20
 
 
+GIVEN = "given_experts"
+"""Name of the expert ids that tokens must take, among the parameters of a layer (`with_routing`)."""
+
+
 class Routing(NamedTuple):
     """Expert ids of each token, and the weights of their outputs."""
 
@@ -64,18 +68,26 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: Float[Array, "tokens experts"], rule: RoutingRule, correction: Float[Array, " experts"] | None = None
+    logits: Float[Array, "tokens experts"],
+    rule: RoutingRule,
+    correction: Float[Array, " experts"] | None = None,
+    given: Int[Array, "tokens top_k"] | None = None,
 ) -> Routing:
     """Route tokens to experts, in float32.
 
     Args:
         correction: bias added to the scores for the selection only, not to the weights (Wang et al. 2024).
+        given: experts that tokens take instead of the best ones, with the weights that the scores give them; -1: the
+            best. None: all tokens take the best.
     """
     logits = logits.astype(jnp.float32)
     if rule.scores == "sparsemixer":
-        return _sparsemixer(logits, rule)
+        return _sparsemixer(logits, rule, given)
     if rule.scores in ("softmax of chosen", "sigmoid of chosen"):
         best, experts = top_k(logits, rule.top_k)
+        if given is not None:
+            experts = _replaced(experts, given)
+            best = jnp.take_along_axis(logits, experts, axis=-1, mode="clip")
         weights = jax.nn.softmax(best, axis=-1) if rule.scores == "softmax of chosen" else jax.nn.sigmoid(best)
         return Routing(experts, weights * rule.scale)
     scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
@@ -83,7 +95,9 @@ def route(
     if rule.top_groups < rule.groups:
         choice = _of_best_groups(choice, rule)
     weights, experts = top_k(choice, rule.top_k)
-    if choice is not scores:
+    if given is not None:
+        experts = _replaced(experts, given)
+    if choice is not scores or given is not None:
         weights = jnp.take_along_axis(scores, experts, axis=-1, mode="clip")
     if rule.renormalise:
         total = weights.sum(axis=-1, keepdims=True)
@@ -91,13 +105,22 @@ def route(
     return Routing(experts, weights * rule.scale)
 
 
-def _sparsemixer(logits: Float[Array, "tokens experts"], rule: RoutingRule) -> Routing:
+def _replaced(experts: Int[Array, "tokens some"], given: Int[Array, "tokens some"]) -> Int[Array, "tokens some"]:
+    return jnp.where(given >= 0, given, experts)
+
+
+def _sparsemixer(
+    logits: Float[Array, "tokens experts"], rule: RoutingRule, given: Int[Array, "tokens top_k"] | None
+) -> Routing:
     """Select experts one after another (Liu et al. 2024, SparseMixer-v2): the weight of each is its softmax among the
     remaining experts with a score close to its own."""
     left, chosen, weights = logits, [], []
-    for _ in range(rule.top_k):
+    for place in range(rule.top_k):
         best = left.max(axis=-1, keepdims=True)
         expert = jnp.argmax(left, axis=-1)[:, None]
+        if given is not None:
+            expert = _replaced(expert, given[:, place : place + 1])
+            best = jnp.take_along_axis(left, expert, axis=-1)
         far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2.0 * rule.jitter
         shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
         chosen.append(expert)
@@ -381,7 +404,7 @@ class MoE(Layer):
     def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
         """Run the experts of ``live`` tokens; padding tokens select no expert and their results are not used."""
         flat = all_tokens(x).reshape(-1, x.shape[-1])
-        routing = self.routing(flat)
+        routing = self.routed(flat)
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
         run = functools.partial(run_sharded_experts, scaled_inputs=self.scaled_inputs)
@@ -392,12 +415,23 @@ class MoE(Layer):
         """Return the inputs of the experts; the router reads the unmodified tokens."""
         return x
 
+    def routed(self, x: Float[Array, "tokens d"]) -> Routing:
+        """Return the routing of tokens; sows the expert ids in the collection ``routing``."""
+        routing = self.routing(x)
+        self.sow("routing", "experts", routing.experts)
+        return routing
+
+    def given(self) -> Int[Array, "tokens top_k"] | None:
+        """Return the experts that tokens must take, see `Model.apply`; None: any."""
+        given = self.get_variable("params", GIVEN)
+        return None if given is None else given.reshape(-1, given.shape[-1])
+
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
         """Route tokens, in float32 whatever the model dtype."""
         logits = matmul_transposed(x.astype(jnp.float32), self.weight("router"))
         if self.bias:
             logits = logits + self.weight("router_bias").astype(jnp.float32)
-        return route(logits, self.rule, self.weight("correction") if self.correction else None)
+        return route(logits, self.rule, self.weight("correction") if self.correction else None, self.given())
 
     def experts(self) -> Experts:
         biases = (self.weight("gate_up_bias"), self.weight("down_bias")) if self.bias else ()
@@ -408,3 +442,18 @@ class MoE(Layer):
             return None
         gate = self.weight("shared_gate") if self.shared_gate else None
         return SharedExpert(self.shared_activation, self.weight("shared"), gate)
+
+
+def with_routing(params: Any, routed: Iterator[Int[Array, "*batch top_k"]]) -> Any:
+    """Return parameters in which each layer of experts has the next of these expert ids to take, in their order."""
+    if not isinstance(params, Mapping):
+        return params
+    inner = {name: with_routing(value, routed) for name, value in params.items()}
+    return {**inner, GIVEN: next(routed)} if "router" in params else inner
+
+
+def layers_of_experts(params: Any) -> int:
+    """Return the number of layers of experts with these parameters."""
+    if not isinstance(params, Mapping):
+        return 0
+    return sum(map(layers_of_experts, params.values())) + ("router" in params)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,3 +47,15 @@ class Adapter:
     identity: str
     rank: int
     deltas: Mapping[tuple[str, ...], Delta]
+
+    def on_host(self) -> Adapter:
+        """Return copies of the arrays as float32 numpy arrays, with the identity of this content."""
+        digest, deltas = hashlib.sha256(b"arrays"), dict[tuple[str, ...], Delta]()
+        for path, delta in sorted(self.deltas.items()):
+            values = {field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)}
+            arrays = {name: np.array(value, np.float32) for name, value in values.items() if value is not None}
+            for name, array in arrays.items():
+                digest.update(f"{'/'.join(path)} {name} {array.shape}".encode() + array.tobytes())
+            deltas[path] = Delta(**arrays)
+        rank = max((delta.a.shape[-2] for delta in deltas.values()), default=0)
+        return Adapter(digest.hexdigest(), rank, deltas)

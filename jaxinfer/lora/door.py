@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.store import LoadedLoRA, LoRAStore
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import LoRARef, Request
@@ -48,15 +49,19 @@ class LoRAFrontend:
     def engine(self) -> ServesLoRAs:
         raise NotImplementedError
 
-    def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load an adapter from a folder in PEFT's format, so that requests may name it. Reloading a name replaces the
-        content for new requests; running requests finish with the old content.
+    def load_lora(self, name: str, adapter: str | os.PathLike[str] | Adapter) -> None:
+        """Load an adapter so that requests may name it. Reloading a name replaces the content for new requests; running
+        requests finish with the old content.
+
+        Args:
+            adapter: a folder in PEFT's format, or the arrays themselves, which are copied
+                (`jaxinfer.lora.trainable.init_adapter`).
 
         Raises:
             LoRAError: the adapter cannot be served, with the reason.
             RequestError: the engine serves no adapters.
         """
-        self._loras.load(name, os.fspath(path))
+        self._loras.load(name, adapter if isinstance(adapter, Adapter) else os.fspath(adapter))
 
     def unload_lora(self, name: str) -> None:
         """Reject further requests for an adapter; running requests finish with it.

@@ -18,13 +18,16 @@ from jaxinfer.types import LoRATarget, ParamTree
 
 
 def open_store(model: Model, config: EngineConfig) -> LoRAStore:
-    """Return a store that reads PEFT folders for a model, within the limits of an engine config."""
+    """Return a store that takes PEFT folders, or adapters as arrays, within the limits of an engine config."""
     specs, base = declared(model), model_base(model)
     tower = model.vision is not None and config.mm_limits.get("image") != 0
     targets = lora_targets(specs, specs, config.max_lora_rank, _modules(specs, config))  # without replicated heads
 
-    def read(path: str) -> Adapter:
-        adapter = read_adapter(pathlib.Path(path), specs, max_rank=config.max_lora_rank, base=base, tower=tower)
+    def read(source: str | Adapter) -> Adapter:
+        if isinstance(source, Adapter):
+            adapter = source.on_host()
+        else:
+            adapter = read_adapter(pathlib.Path(source), specs, max_rank=config.max_lora_rank, base=base, tower=tower)
         _require_banks(adapter, specs, targets)
         require_fit(adapter, targets)
         return adapter

@@ -26,7 +26,7 @@ class LoadedLoRA(NamedTuple):
     """An adapter that requests may name.
 
     Attributes:
-        path: path of its folder.
+        path: path of its folder; "": it was given as arrays.
         identity: hash of its content.
         rank: the largest rank of its modules.
     """
@@ -49,8 +49,8 @@ class _Content:
 
     @property
     def needed(self) -> bool:
-        """Whether it must stay in memory: it is resident on the device, or its folder may have changed."""
-        return self.pins > 0 or (self.live > 0 and not self.named)
+        """Whether it must stay in memory: it is resident on the device, has no folder, or one that may have changed."""
+        return self.pins > 0 or not self.loaded.path or (self.live > 0 and not self.named)
 
 
 class LoRAStore:
@@ -64,12 +64,14 @@ class LoRAStore:
     is done, so it must not be called from an event loop or the engine thread; no other method blocks.
 
     Args:
-        reader: reads a folder; raises ValueError or OSError on failure.
+        reader: reads a folder, or checks an adapter given as arrays; raises ValueError or OSError on failure.
         parts: splits an adapter into arrays for a device slot, one part per step.
         capacity: adapters in memory; exceeded only while more are resident on the device or were replaced while in use.
     """
 
-    def __init__(self, reader: Callable[[str], Adapter], parts: Callable[[Adapter], Sequence[Part]], capacity: int):
+    def __init__(
+        self, reader: Callable[[str | Adapter], Adapter], parts: Callable[[Adapter], Sequence[Part]], capacity: int
+    ) -> None:
         self._reader, self._parts, self._capacity = reader, parts, capacity
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}  # identity by name
@@ -78,19 +80,19 @@ class LoRAStore:
 
     # ---- names
 
-    def load(self, name: str, path: str) -> LoRARef:
-        """Read a folder, blocking, so that requests may name it.
+    def load(self, name: str, source: str | Adapter) -> LoRARef:
+        """Read a folder, or take an adapter, blocking, so that requests may name it.
 
         Raises:
             LoRAError: it cannot be read; the name keeps its previous adapter.
         """
         if not name:
             raise LoRAError("lora_name='' must not be empty")
-        return self._thread.submit(self._load, name, path).result()
+        return self._thread.submit(self._load, name, source).result()
 
-    def _load(self, name: str, path: str) -> LoRARef:
-        adapter = self._read(name, path)
-        loaded = LoadedLoRA(name, path, adapter.identity, adapter.rank)
+    def _load(self, name: str, source: str | Adapter) -> LoRARef:
+        adapter = self._read(name, source)
+        loaded = LoadedLoRA(name, source if isinstance(source, str) else "", adapter.identity, adapter.rank)
         with self._lock:
             content = self._contents.setdefault(adapter.identity, _Content(loaded, None))
             content.loaded, content.adapter = loaded, adapter
@@ -194,9 +196,9 @@ class LoRAStore:
 
     # ---- memory
 
-    def _read(self, name: str, path: str) -> Adapter:
+    def _read(self, name: str, source: str | Adapter) -> Adapter:
         try:
-            return self._reader(path)
+            return self._reader(source)
         except (ValueError, OSError) as error:
             raise LoRAError(f"adapter {name!r}: {error}") from error
 

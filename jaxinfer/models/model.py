@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.formats.multimodal import text_model
 from jaxinfer.layers.attention import causal_attend
+from jaxinfer.layers.moe import layers_of_experts, with_routing
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.models.vision.tower import Vision
@@ -36,6 +37,14 @@ class Origin(Protocol):
 
     def save(self, model: Model, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None) -> None:
         """Write the model, see `Model.save`."""
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """An engine, or what it says of its programs: an `LLM`, or the result of its `served_programs`."""
+
+    def served_programs(self) -> Any:
+        """Return a `jaxinfer.engine.execution.on_policy.ServedPrograms`."""
 
 
 @runtime_checkable
@@ -106,6 +115,12 @@ class Model:
         leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
         return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
 
+    @property
+    def declared_specs(self) -> ParamTree:
+        """Specs that the family declares: of unquantised parameters, without transformations for devices or kernels."""
+        specs: ParamTree = _declared(self.family, self.config, self.vision)["specs"]
+        return specs
+
     def __call__(
         self, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
     ) -> Float[Array, "*batch time vocab"]:
@@ -113,7 +128,12 @@ class Model:
         return self.apply(self.params, tokens, images)
 
     def apply(
-        self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
+        self,
+        params: Any,
+        tokens: Int[Array, "*batch time"],
+        images: Sequence[ImageInput] = (),
+        *,
+        routed_experts: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*batch time vocab"]:
         """Compute logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it.
 
@@ -123,9 +143,42 @@ class Model:
         Args:
             images: in the order of their image tokens in ``tokens`` (docs/images.md). With normalised pixels (floating
                 point) the logits are differentiable with respect to them.
+            routed_experts: [*batch, time, layers, top_k] ids of the experts that each token takes in each layer that has
+                any (`routed_experts`), with the weights that the router gives them: another forward pass's routing,
+                replayed. -1: those that the router chooses.
+
+        Raises:
+            ValueError: ``routed_experts`` are not of these tokens, or not of as many layers as there are with experts.
         """
         apply: Any = self.module.apply
+        if routed_experts is not None:
+            params = self._replaying(params, tokens, routed_experts)
         return apply({"params": params}, self.hidden(params, tokens, images), method="head")
+
+    def routed_experts(self, params: Any, tokens: Int[Array, "*batch time"]) -> Int[Array, "*batch time layers top_k"]:
+        """Compute the ids of the experts that `apply` routes each token to, for each layer that has experts.
+
+        Raises:
+            ValueError: the model has no experts.
+        """
+        require_ids(tokens)
+        if not layers_of_experts(params):
+            raise ValueError(f"routed_experts: {self.name or 'the model'} has no experts")
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        apply: Any = self.module.apply
+        _, sown = apply({"params": params}, tokens, positions, causal_attend, None, mutable=["routing"])
+        layers = sorted(sown["routing"], key=lambda name: int(name.removeprefix("layers_")))
+        found = [each for name in layers for each in jax.tree.leaves(sown["routing"][name])]
+        return jnp.stack([each.reshape(*tokens.shape, -1) for each in found], axis=-2)
+
+    def _replaying(self, params: Any, tokens: Any, routed: Int[Array, "..."]) -> Any:
+        names = [f"layers_{index}" for index in range(len(self.config.layers))]
+        layers = sum(layers_of_experts(params[name]) for name in names)
+        if routed.shape[:-1] != (*tokens.shape, layers) or not layers:
+            reason = f"of shape {routed.shape} must be [*{tokens.shape}, {layers} layers with experts, top_k]"
+            raise ValueError(f"routed_experts {reason}")
+        each = iter(jnp.moveaxis(routed, -2, 0))
+        return {**params, **{name: with_routing(params[name], each) for name in names}}
 
     def hidden(
         self, params: Any, tokens: Int[Array, "*batch time"], images: Sequence[ImageInput] = ()
@@ -146,6 +199,32 @@ class Model:
             return apply({"params": params}, merged, positions, self.vision.attend(tokens), None)[0]
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
+
+    def logprobs(
+        self,
+        params: Any,
+        tokens: Int[Array, "*batch time"],
+        *,
+        like: Serving,
+        prompt_lengths: Int[Any, " batch"] | None = None,
+        lengths: Int[Any, " batch"] | None = None,
+    ) -> Float[Array, "batch positions"]:
+        """Compute the log probability (float32) of each generated token in the bits that an engine serves, with the
+        gradient of `apply`; 0 at prompts and padding. Pure: jit and grad go through it (docs/rl.md).
+
+        Args:
+            tokens: each sequence from its first token, padded on the right with any ids. The result at ``i`` is of
+                token ``i + 1``.
+            like: the engine: an `LLM`, or its `served_programs()`, which may be a static argument of `jax.jit`.
+            prompt_lengths: tokens that the engine was given, at least 1 (None: 1 in each sequence).
+            lengths: tokens without padding (None: all).
+
+        Raises:
+            RequestError: the engine's results cannot be reproduced; says why.
+            ValueError: shapes do not fit, or the engine serves another model, or parameters of another form.
+        """
+        logprobs: Array = like.served_programs().logprobs(self, params, tokens, prompt_lengths, lengths)
+        return logprobs
 
     def with_cache(self, kv_cache_dtype: str) -> Model:
         """Return the model with another KV cache dtype, see `CacheSpec.stored_as`."""

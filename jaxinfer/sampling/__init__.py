@@ -1,7 +1,7 @@
 """Token sampling on the device: logits processors, token selection, log probabilities."""
 
 from jaxinfer.sampling.drafts import DraftRows, accepted
-from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs
+from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs, wanted_logprobs
 from jaxinfer.sampling.sample import Sampled, guess, sample
 from jaxinfer.sampling.slots import (
     HostSlots,
@@ -13,10 +13,12 @@ from jaxinfer.sampling.slots import (
     new_state,
     resume_slot,
 )
+from jaxinfer.sampling.training import Extras
 from jaxinfer.sampling_params import SamplingLimits
 
 __all__ = [
     "DraftRows",
+    "Extras",
     "HostSlots",
     "Logprobs",
     "Sampled",
@@ -32,4 +34,5 @@ __all__ = [
     "prompt_logprobs",
     "resume_slot",
     "sample",
+    "wanted_logprobs",
 ]

@@ -44,6 +44,21 @@ def token_logprobs(logits: Logits, tokens: Int32[Array, " rows"], top: int) -> L
     )
 
 
+def ranked(values: Logits, tokens: Int32[Array, " rows"], top: int) -> Logprobs:
+    """Return the values of ``tokens``, one per row, with their ranks, and the ``top`` largest ones."""
+    chosen = jnp.take_along_axis(values, tokens[:, None], axis=1)
+    rank = 1 + count(to_lanes(values, -jnp.inf) > chosen[:, :, None]).astype(jnp.int32)
+    within = min(top, values.shape[-1])
+    best, ids = top_k(values, within)
+    padding = ((0, 0), (0, top - within))
+    return Logprobs(
+        chosen[:, 0],
+        rank,
+        jnp.pad(ids.astype(jnp.int32), padding, constant_values=-1),
+        jnp.pad(best, padding, constant_values=-jnp.inf),
+    )
+
+
 def wanted_logprobs(logits: Logits, tokens: Int32[Array, " rows"], wanted: Bool[Array, " rows"], top: int) -> Logprobs:
     """Return ``token_logprobs`` of the ``wanted`` rows, zeros elsewhere; computes nothing when no row is wanted."""
 

@@ -51,6 +51,11 @@ def process(
     return _if_any(changed | constrained, all_of_them, logits)
 
 
+def within(masks: Masks, logits: Logits, raw: Logits, constrained: Rows) -> Logits:
+    """Return the logits of ``constrained`` rows within their masks, as the last step of `process`."""
+    return _where_any(constrained, lambda x: _within(masks, x, raw), logits)
+
+
 def _within(masks: Masks, logits: Logits, raw: Logits) -> Logits:
     """Set each token outside its row's mask to -inf. If other processors have banned all allowed tokens, the grammar
     takes precedence: these tokens get their raw logits."""

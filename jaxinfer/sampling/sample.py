@@ -10,20 +10,23 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_of_rows
 from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
-from jaxinfer.sampling.processors import process
+from jaxinfer.sampling.processors import process, within
 from jaxinfer.sampling.reductions import LANES, argmax, to_lanes, total
 from jaxinfer.sampling.select import GREEDY_BELOW, select, weights_of
 from jaxinfer.sampling.slots import SlotParams, SlotState, first_rows
+from jaxinfer.sampling.training import Asks, Extras, draw_observed, observe
 
 NOT_FINITE = -1
 """Token value of a row with NaN or infinite logits."""
 
 
 class Sampled(NamedTuple):
-    """Sampled token of each row, or `NOT_FINITE`. ``logprobs`` are zeros in rows that did not request them."""
+    """Sampled token of each row, or `NOT_FINITE`. ``logprobs`` are zeros in rows that did not request them. ``extras``:
+    outputs for training; None: the step has none."""
 
     tokens: Int32[Array, " rows"]
     logprobs: Logprobs
+    extras: Extras | None = None
 
 
 def sample(
@@ -36,6 +39,9 @@ def sample(
     max_logprobs: int,
     drafts: DraftRows | None = None,
     masks: Int32[Array, "rows words"] | None = None,
+    asks: Asks | None = None,
+    *,
+    whole: bool = False,
 ) -> tuple[Sampled, SlotState]:
     """Choose the next token of every row.
 
@@ -51,6 +57,8 @@ def sample(
         drafts: the same rows where some of them may hold drafts; None: none does.
         masks: allowed tokens of each row, where its slot is constrained: bit ``i % 32`` of word ``i // 32`` for token
         i; None: no slot is constrained.
+        asks: the outputs for training that each row asks for; None: the program has none.
+        whole: these may be of the whole vocabulary.
     """
     raw = logits.astype(jnp.float32)
     rows = first_rows(slots, len(raw)) if drafts is None else params_of_rows(slots, drafts)
@@ -58,13 +66,22 @@ def sample(
     def seen() -> SlotState:
         return first_rows(state, len(raw)) if drafts is None else state_of_rows(state, drafts)
 
-    processed = process(raw, rows, seen, generated, active, masks)
-    tokens = select(processed, rows, positions, active)
+    drawn = None
+    if asks is None:
+        processed = process(raw, rows, seen, generated, active, masks)
+        tokens = select(processed, rows, positions, active)
+    else:
+        logits = process(raw, rows, seen, generated, active)
+        processed = logits if masks is None else within(masks, logits, raw, active & rows.constrained)
+        drawn = draw_observed(logits, processed, rows, positions, active, asks)
+        tokens = drawn.tokens
     if drafts is not None:
         tokens = take_typical(tokens, processed, rows, drafts)
-    logprobs = wanted_logprobs(raw, tokens, active & rows.logprobs, max_logprobs)
+    logprobs, extras = wanted_logprobs(raw, tokens, active & rows.logprobs, max_logprobs), None
+    if drawn is not None and asks is not None:
+        logprobs, extras = observe(raw, drawn, tokens, rows, active, asks, whole)(logprobs)
     after = _advance(state, tokens, active) if drafts is None else advance(state, drafts, tokens)
-    return Sampled(jnp.where(_finite(raw), tokens, NOT_FINITE), logprobs), after
+    return Sampled(jnp.where(_finite(raw), tokens, NOT_FINITE), logprobs, extras), after
 
 
 def _finite(logits: Float32[Array, "rows vocab"]) -> Bool[Array, " rows"]:

@@ -22,17 +22,29 @@ Rows = Bool[Array, " rows"]
 
 def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], active: Rows) -> Int32[Array, " rows"]:
     """Select one token per row, a function of its logits, parameters, seed, sample index and position only."""
-    random = active & (slots.temperature >= GREEDY_BELOW)
+    random = is_random(slots, active)
     peak, best = argmax(logits)
 
-    def draw() -> Int32[Array, " rows"]:
+    def drawn() -> Int32[Array, " rows"]:
         weights = weights_of(logits, peak, slots, random)
         words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
-        drawn = _inverse_cdf(weights, words)
-        # With every token banned, no sum of weights is positive (or a number): return the greedy token.
-        return jnp.where(random & (total(weights) > 0), drawn, best)
+        return draw(weights, words, random, best)
 
-    return lax.cond(jnp.any(random), draw, lambda: best)
+    return lax.cond(jnp.any(random), drawn, lambda: best)
+
+
+def is_random(slots: SlotParams, active: Rows) -> Rows:
+    """Whether each row draws its token."""
+    return active & (slots.temperature >= GREEDY_BELOW)
+
+
+def draw(
+    weights: Lanes, words: UInt32[Array, "rows 2"], random: Rows, best: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """Draw a token in ``random`` rows, else return ``best``; also where every token is banned: then no sum of weights
+    is positive (or a number)."""
+    drawn = _inverse_cdf(weights, words)
+    return jnp.where(random & (total(weights) > 0), drawn, best)
 
 
 def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:

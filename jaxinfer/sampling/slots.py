@@ -34,7 +34,7 @@ class SlotParams(NamedTuple):
         bad_words: right-aligned token sequences padded with -1; a row of -1 is unused.
         logprobs: the request wants log probabilities.
         typical: typical acceptance of drafts, see `jaxinfer.sampling.sample`.
-        constrained: the row of the step's grammar mask applies.
+        constrained: the row of the step's mask applies: of a grammar, a thinking budget or a forced token.
     """
 
     temperature: Float32[Array, " rows"]
@@ -162,7 +162,9 @@ class HostSlots:
             mine.bad_words[slot, word, -len(ids) :] = ids
         mine.logprobs[slot] = params.logprobs is not None
         mine.typical[slot] = params.typical
-        mine.constrained[slot] = params.grammar is not None or request.thinking is not None
+        mine.constrained[slot] = any(
+            each is not None for each in (params.grammar, request.thinking, params.forced_token_ids)
+        )
 
     def clear(self, slot: int) -> None:
         """Make ``slot`` neutral."""

@@ -222,6 +222,11 @@ def _mask_of(allowed: list[int] | bytes, words: int) -> np.ndarray:
     return mask.view(np.int32)
 
 
+def only(token: int) -> np.ndarray:
+    """Return the mask that allows one token. Its missing words count as 0."""
+    return _mask_of([token], (token >> 5) + 1)
+
+
 def _stop(workers: Iterable[_Worker]) -> None:
     for worker in workers:
         worker.stop()

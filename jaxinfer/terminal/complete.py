@@ -7,16 +7,19 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.cli.interrupts import leaving_at_once
-from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.loading import model_folder
 from jaxinfer.lora.door import LoRARequest
+from jaxinfer.outputs import CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.sampling_params import RequestError
+from jaxinfer.serve.api.arrays import arrays_json
 from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.terminal.stats import Clock, measured_bandwidth, report
@@ -163,7 +166,10 @@ def _print_all(outputs: list[RequestOutput], as_json: bool) -> None:
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
     fields = dataclasses.asdict(output)
-    for completion in fields["outputs"]:
+    for completion, sample in zip(fields["outputs"], output.outputs, strict=True):
+        del completion["positions"]
+        if sample.positions and sample.positions[0].extras is not None:
+            completion["arrays"] = arrays_json(sample.positions, -math.inf)
         completion["logprobs"] = _logprobs_json(completion["logprobs"])
     fields["prompt_logprobs"] = _logprobs_json(fields["prompt_logprobs"])
     return fields

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.llm import Delta, RequestOutput
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import Delta, RequestOutput
 from jaxinfer.parallel.arrays import array_bytes
 
 _SEEDS = 4

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxinfer.formats import json_values
+from jaxinfer.request_checks import check_prompt_length, validate_request
 from jaxinfer.sampling_params import (
     PARAMETERS,
     ContextLengthError,
@@ -15,8 +16,6 @@ from jaxinfer.sampling_params import (
     SamplingLimits,
     SamplingParams,
     StructuredOutputs,
-    check_prompt_length,
-    validate_request,
 )
 from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 _LONGEST = 120
 
 
 class CheckpointError(ValueError):
     """Error for a model folder that cannot be loaded. The message is one user-facing sentence."""
+
+
+class WeightsError(ValueError):
+    """Error for weights of a trainer that do not fit a model. The message is one user-facing sentence.
+
+    Attributes:
+        name: the array, as the trainer names it.
+        expected, given: its shape or dtype in the model and in the weights; None: the one has no such array.
+    """
+
+    def __init__(self, message: str, name: str, expected: Any = None, given: Any = None) -> None:
+        super().__init__(message)
+        self.name, self.expected, self.given = name, expected, given
 
 
 def quoted(name: str) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs
+from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs, walk_specs
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,6 +31,23 @@ def with_experts(specs: ParamTree, shapes: Shapes) -> ParamTree:
     experts = _Experts(shapes)
     changed: ParamTree = map_specs(lambda path, spec: experts.of(spec), specs)
     return changed
+
+
+def stacked_forms(specs: ParamTree) -> Iterator[ParamTree]:
+    """Yield the specs, and those with expert sources in each other layout that a checkpoint of the model may have."""
+    yield specs
+    upright, turned, mlx, apart = ({} for _ in range(4))
+    for _, spec in walk_specs(specs):
+        for source in spec.sources:
+            if (match := _ONE.fullmatch(source.name)) is not None:
+                kind, (out, inputs) = _KINDS.get(match["kind"], match["kind"]), source.shape
+                name, out = ("down_proj", out) if kind == "down_proj" else ("gate_up_proj", 2 * out)
+                upright[f"{match['at']}.experts.{name}"] = (spec.shape[0], out, inputs)
+                turned[f"{match['at']}.experts.{name}"] = (spec.shape[0], inputs, out)
+                mlx[f"{match['at']}.switch_mlp.{kind}.weight"] = (spec.shape[0], *source.shape)
+            elif (match := _FUSED.fullmatch(source.name)) is not None:
+                apart[f"{match['at']}.0.down_proj.weight"] = ()
+    yield from (with_experts(specs, shapes) for shapes in (upright, turned, mlx, apart) if shapes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,14 +65,14 @@ def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
     return map_specs(renamed, specs)
 
 
-def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:
-    """Return a view of a checkpoint tensor in the shape that it has in the parameter."""
+def as_placed(tensor: Any, source: Source) -> Any:
+    """Return a view of a checkpoint tensor, a numpy or JAX array, in the shape that it has in the parameter."""
     part = tensor[(*source.part, ...)]  # the ellipsis keeps a single value an array
     turned = part.T if source.transpose else part
     return turned if source.reshape is None else turned.reshape(source.reshape)
 
 
-def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
+def as_stored(part: Any, source: Source) -> Any:
     """Return a source's values in their checkpoint shape, copied if needed: the inverse of ``as_placed``."""
     shape = _shape_only(source.shape)[(*source.part, ...)].shape
     if not source.transpose:

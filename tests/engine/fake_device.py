@@ -290,16 +290,17 @@ class FakeDevice:
             assert self._owners.pop(slot) is sequence, "a slot is preempted that another sequence has"
             if sequence.swapped is None:
                 self._drafted_to.pop(sequence.arrival, None)
-            if sequence.stateful and sequence.swapped is not None:
+            if sequence.stateful and sequence.sampler_state is None:
                 sequence.sampler_state = self._states[slot]
         taken = [sequence.slot for sequence in plan.admitted]
         assert len(set(taken)) == len(taken), "two sequences were given one slot"
         for sequence in plan.admitted:
-            saved, sequence.sampler_state = sequence.sampler_state, None
             self._owners[sequence.slot] = sequence
-            self._states[sequence.slot] = (
-                self._model.first_state(sequence.request) if saved is None else int(saved)  # type: ignore[call-overload]
-            )
+            self._states[sequence.slot] = self._model.first_state(sequence.request)
+        for sequence, _, position, *_ in plan.decodes:
+            if sequence.sampler_state is not None and position + 1 == len(sequence.tokens):
+                saved, sequence.sampler_state = sequence.sampler_state, None
+                self._states[sequence.slot] = int(saved)  # type: ignore[call-overload]
 
     # ---- a draft model
 

@@ -52,6 +52,8 @@ class Output:
         self.cached_tokens = delta.cached_tokens if self.cached_tokens is None else self.cached_tokens
         self.tokens += delta.token_ids
         self.reason = delta.finish_reason
+        if self.reason is FinishReason.ABORT:
+            return
         if self.reason is FinishReason.DEADLINE:
             assert self.request.deadline is not None
             assert self.request.deadline <= now

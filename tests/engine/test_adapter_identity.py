@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from jaxinfer.compilations import count_compilations
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, Requests, check_mode, make_requests, run
 from tests.fakes import random_model

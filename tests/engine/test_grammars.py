@@ -9,8 +9,9 @@ from typing import Any
 import lark
 import pytest
 
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_structured import ROOMY, SETTINGS, model_of
 from tests.structured.grammars import ALL

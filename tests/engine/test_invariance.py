@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from tests.fakes import medium_model, mixed_params, random_model
 

@@ -10,8 +10,9 @@ from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.cache_key import cache_identity
 from jaxinfer.kv.radix import PageKeys
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.output import NOT_FINITE
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob

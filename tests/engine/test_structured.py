@@ -13,8 +13,9 @@ import pytest
 from jaxinfer.compilations import count_compilations
 from jaxinfer.engine.engine import _vocabulary as original
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured import masks as masking
 from jaxinfer.structured.masks import Held, Masks

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.types import Thinking

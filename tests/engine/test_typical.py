@@ -12,8 +12,9 @@ import pytest
 
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.plan import StepPlan
-from jaxinfer.llm import LLM, CompletionOutput, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.sampling import HostSlots, SamplingLimits
 from jaxinfer.sampling.select import select
 from jaxinfer.sampling_params import RequestError, SamplingParams

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.compilations import count_compilations
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_invariance import bits
 from tests.fakes import random_head

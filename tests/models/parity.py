@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxinfer import LLM, SamplingParams, load_model
 from jaxinfer.formats.multimodal import text_model
-from jaxinfer.llm import CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import CompletionOutput, LogprobsDict, RequestOutput
 from tools.oracle.golden import Golden, write_checkpoint
 
 SLACK = 1e-6

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.llm import CompletionOutput, Logprob, RequestOutput
+from jaxinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.weights.errors import CheckpointError
 from tests.models.parity import (
     GOLDENS,

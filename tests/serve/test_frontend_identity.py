@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from jaxinfer.llm import LLM, CompletionOutput, LogprobsDict, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.loading import model_folder
+from jaxinfer.outputs import CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.api.requests import Call, Conversation, ModelCard
 from jaxinfer.serve.core.async_engine import AsyncEngine

@@ -21,7 +21,8 @@ import pytest
 from jaxinfer import client as c
 from jaxinfer import generate
 from jaxinfer.config import EngineConfig
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.settings import ServeConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
@@ -147,7 +148,7 @@ class LeaderExecutor(Executor):
 
     def _decode(self, command: Decode, host: HostInputTokens) -> Sampled:
         batch = host.with_tokens(command.batch)
-        sampled = self._answered(Decode(command.microbatch, batch))
+        sampled = self._answered(dataclasses.replace(command, batch=batch))
         host.sampled(batch, sampled.tokens)
         return sampled
 

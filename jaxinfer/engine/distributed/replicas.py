@@ -11,6 +11,7 @@ from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.core import Pace, PauseMode, seed_source, seeded
 from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.on_policy import ServedPrograms
 from jaxinfer.engine.scheduling.queues import Queued, require_capacity
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
 from jaxinfer.kv.journal import Journal
@@ -105,6 +106,9 @@ class Replicas:
 
     def temporaries(self) -> int:
         return max(engine.temporaries() for engine in self._engines)
+
+    def served_programs(self) -> ServedPrograms:
+        return self._engines[0].served_programs()
 
     def reset_prefix_cache(self) -> int:
         return sum(engine.reset_prefix_cache() for engine in self._engines)

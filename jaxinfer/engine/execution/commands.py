@@ -159,11 +159,13 @@ class Command[Result]:
 
 class Decode(Command[Sampled]):
     """Sample one token for each row of a microbatch. ``masks``: allowed tokens of rows with a grammar, see
-    `jaxinfer.sampling.sample`; None: there is no grammar."""
+    `jaxinfer.sampling.sample`; None: there is no grammar. ``asks``: what rows ask of the outputs for training; None:
+    nothing."""
 
     microbatch: int
     batch: DecodeBatch
     masks: Int32[np.ndarray, "rows words"] | None = None
+    asks: Int32[np.ndarray, "rows asks"] | None = None
     by_last_stage = True
 
 

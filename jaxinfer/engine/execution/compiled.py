@@ -41,6 +41,7 @@ from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
 from jaxinfer.quant.lora_weight import rows_of
 from jaxinfer.sampling import admit, keep_slot, resume_slot
+from jaxinfer.sampling.training import WIDTH as ASKS
 
 # Called with the number of compiled programs, and with the total.
 CompileProgress = Callable[[int, int], None]
@@ -248,13 +249,16 @@ class _Work:
         engine, (params, pools, slots, last_tokens, sampler, features, *_) = self.engine, self.arrays
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread, loops = engine.attention_backend, engine.sequence_parallel_norms, self.stage.loops
-        decode = make_decode(self.stage, engine.max_logprobs, engine.num_speculative_tokens, backend)
+        decode = make_decode(
+            self.stage, engine.top_logprobs, engine.num_speculative_tokens, backend, whole=engine.whole_vocabulary
+        )
         decode_many = make_decode_many(decode, engine.multi_step)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         drafted, jobs = self._drafted() if engine.drafts_on_device else None, {}
         for rows in self.engine.decode_sizes:
             batch, masks = self._decode_batch(rows), self._ints(rows, mask_words(sampler)) if engine.grammars else None
-            given = (params, slots, state, batch, self._arriving(rows), drafted, masks)
+            asks = self._ints(rows, ASKS) if engine.enable_training_outputs else None
+            given = (params, slots, state, batch, self._arriving(rows), drafted, masks, asks)
             one = _renamed(decode, name := self.sized("decode", rows))
             jobs[name] = _Job(one, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)
             if engine.multi_step > 1 and batch.owners is None:
@@ -263,7 +267,7 @@ class _Work:
                 jobs[name] = _Job(many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._entering(largest), self._ints(largest))
-        with_logprobs = make_prefill_logprobs(self.stage, engine.max_logprobs, backend, spread_tokens=spread)
+        with_logprobs = make_prefill_logprobs(self.stage, engine.top_logprobs, backend, spread_tokens=spread)
         jobs["prefill_logprobs"] = _Job(with_logprobs, prompt, 1, (pages, out), loops, batch=2)
         return jobs | self._prefill_jobs(make_prefill(self.stage, backend, spread_tokens=spread), pages)
 

@@ -43,6 +43,7 @@ from jaxinfer.parallel.mesh import param_sharding, replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
+from jaxinfer.sampling.training import WIDTH as ASKS
 from jaxinfer.types import VISION
 
 _NONE: Any = None
@@ -223,6 +224,7 @@ class LocalExecutor:
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
         self._open_masks = {} if last is None else self._masks_of_nobody(last)
+        self._no_asks = {} if last is None else self._asks_of_nobody(last)
         self.drafting = self._drafting(model, meshes[-1])
         computing = [*self.runtimes, *self.drafting]
         arrays = [self._arrays(runtime) for runtime in computing]
@@ -270,6 +272,11 @@ class LocalExecutor:
         sizes = self._engine.decode_sizes
         return {rows: put_whole(np.full((rows, words), -1, np.int32), last.replicated) for rows in sizes}
 
+    def _asks_of_nobody(self, last: StageRuntime) -> dict[int, Array]:
+        """Make device arrays for steps in which no row asks for outputs for training, by number of rows."""
+        sizes = self._engine.decode_sizes if self._engine.enable_training_outputs else ()
+        return {rows: put_whole(np.zeros((rows, ASKS), np.int32), last.replicated) for rows in sizes}
+
     def _arrays(self, runtime: StageRuntime) -> StageArrays:
         vision = {"tower": runtime.tower, "images": runtime.images}
         if not runtime.stage.last:
@@ -284,8 +291,8 @@ class LocalExecutor:
 
     def _run(self, command: Command[Any]) -> Any:
         match command:
-            case commands.Decode(microbatch, batch, masks):
-                return self._decode(microbatch, batch, masks)
+            case commands.Decode():
+                return self._decode(command)
             case commands.DecodeMany(batch, steps):
                 return self._decode_many(batch, steps)
             case commands.Prefill(batch):
@@ -353,7 +360,8 @@ class LocalExecutor:
 
     # ---- steps
 
-    def _decode(self, microbatch: int, batch: DecodeBatch, masks: np.ndarray | None) -> Sampled:
+    def _decode(self, command: commands.Decode) -> Sampled:
+        microbatch, batch = command.microbatch, command.batch
         rows, fed, drafted = batch.positions.shape[0], self._no_tokens, None
         if self._loops:
             fed, drafted = self.microbatches[microbatch].input_tokens, self.microbatches[microbatch].input_drafted
@@ -362,7 +370,9 @@ class LocalExecutor:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
         run, params, packed = last.programs(batch)
-        operands = packed, arriving, chosen.drafted, self._open_masks.get(rows) if masks is None else masks
+        masks = self._open_masks.get(rows) if command.masks is None else command.masks
+        asks = self._no_asks.get(rows) if command.asks is None else command.asks
+        operands = packed, arriving, chosen.drafted, masks, asks
         state, sampled = run.decode[rows](params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
         return sampled

@@ -61,6 +61,11 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         EngineConfigError: a setting cannot be served; see also `with_activations` and `shardable_model`.
     """
     mesh = mesh or mesh_for(config)
+    if config.enable_training_outputs and _stages_in_processes(config, mesh):
+        raise EngineConfigError(
+            "enable_training_outputs = True cannot be where pipeline stages are in several processes: the last one "
+            "answers with samples alone"
+        )
     draft, model = _draft_of(model, config, mesh), _with_images(model, config)
     model = shardable_model(with_activations(model, config), mesh).replace(draft=draft)
     resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
@@ -75,9 +80,12 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         model = model.replace(draft=draft)
         resolved = dataclasses.replace(resolved, num_speculative_tokens=_most_drafts(draft, resolved))
     limits = SamplingLimits(
-        max_logprobs=resolved.max_logprobs,
+        max_logprobs=resolved.top_logprobs,
         drafts=resolved.speculative is not None,
         grammars=resolved.grammars and model.tokenizer is not None,
+        masks=resolved.grammars,
+        training=resolved.enable_training_outputs,
+        whole=resolved.whole_vocabulary,
     )
     return Prepared(model, resolved, limits)
 
@@ -105,6 +113,11 @@ def _for_kernels(model: Model, gemm: Backend) -> Model:
     )
 
 
+def _stages_in_processes(config: EngineConfig, mesh: Mesh) -> bool:
+    """Whether the pipeline stages of an engine are in several processes."""
+    return config.pipeline_parallel_size > 1 and any(len(processes_of(replica)) > 1 for replica in replicas(mesh))
+
+
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
     """Return the draft model or head that the settings request, spread like the model.
 
@@ -113,7 +126,7 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
     """
     if not config.drafts_on_device:
         return None
-    if config.pipeline_parallel_size > 1 and any(len(processes_of(replica)) > 1 for replica in replicas(mesh)):
+    if _stages_in_processes(config, mesh):
         raise EngineConfigError(
             f"speculative = {config.speculative} and pipeline_parallel_size = {config.pipeline_parallel_size} exclude "
             f"each other where stages are in several processes: drafts go to the first one from device to device"

@@ -24,6 +24,7 @@ from jaxinfer.engine.execution.commands import (
     as_text,
 )
 from jaxinfer.engine.execution.encoder import encode_command
+from jaxinfer.engine.execution.extras import asks_of_rows, wanted_arrays, with_extras
 from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import Branch, DecodePlan, Draft, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
@@ -127,7 +128,8 @@ class Runner:
             return StepResult(plan, [], [], prompt)
         steps = None if launched.ran is None else int(np.asarray(launched.ran))
         tokens = row_tokens(plan.decodes, sampled, steps)
-        return StepResult(plan, tokens, row_logprobs(plan.decodes, sampled, tokens, steps), prompt)
+        logprobs = with_extras(plan.decodes, sampled, row_logprobs(plan.decodes, sampled, tokens, steps))
+        return StepResult(plan, tokens, logprobs, prompt)
 
     # ---- pages
 
@@ -307,8 +309,10 @@ class Runner:
         if plan.steps > 1:
             sampled, ran = self._executor.run(commands.DecodeMany(batch, plan.steps))
         else:
-            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan, count)))
-        for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
+            asks = asks_of_rows(plan.decodes, count) if self._engine.enable_training_outputs else None
+            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan, count), asks))
+        logprobs = sampled.logprobs if wants_logprobs(plan.decodes) else None
+        for array in jax.tree.leaves((ran, sampled.tokens, logprobs, wanted_arrays(plan.decodes, sampled))):
             array.copy_to_host_async()
         return sampled, ran
 
@@ -435,11 +439,10 @@ def row_logprobs(
     if asking:
         places = [rows[index].row for index in asking]
         host = [np.asarray(x)[None] if steps is None else np.asarray(x)[:steps] for x in sampled.logprobs]
-        most = max(rows[index].sequence.request.params.logprobs or 0 for index in asking)
+        most = max(0, *(rows[index].sequence.request.params.logprobs or 0 for index in asking))
         positions = _positions([np.moveaxis(x[:, places], 1, 0) for x in host], most)
         for index, of_row in zip(asking, positions, strict=True):
-            top = rows[index].sequence.request.params.logprobs
-            assert top is not None
+            top = max(0, rows[index].sequence.request.params.logprobs or 0)  # -1: the whole vocabulary, in the extras
             each[index] = [_record(token, top, *at) for token, at in zip(tokens[index], of_row, strict=True)]
     return each
 

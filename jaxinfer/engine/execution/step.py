@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.export import register_namedtuple_serialization
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import keep_features
@@ -25,6 +25,7 @@ from jaxinfer.parallel.mesh import gathered_logits, traced_size
 from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.sampling import (
     DraftRows,
+    Extras,
     Logprobs,
     Sampled,
     SlotParams,
@@ -32,6 +33,7 @@ from jaxinfer.sampling import (
     accepted,
     prompt_logprobs,
     sample,
+    wanted_logprobs,
 )
 from jaxinfer.types import CacheSpec
 from pallas_kernels.choice import Wish
@@ -48,7 +50,7 @@ class StepState(NamedTuple):
     features: Float[Array, "rows window width"] | None = None
 
 
-for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled, Logprobs):
+for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled, Logprobs, Extras):
     # A program loaded from an earlier start returns these types under these names.
     register_namedtuple_serialization(_result, serialized_name=f"{_result.__module__}.{_result.__name__}")
 
@@ -110,17 +112,19 @@ def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> tuple[Callabl
 
 
 def make_decode(
-    stage: Stage, max_logprobs: int, most_drafts: int = 0, backend: Wish = "auto"
+    stage: Stage, max_logprobs: int, most_drafts: int = 0, backend: Wish = "auto", *, whole: bool = False
 ) -> Callable[..., tuple[StepState, Sampled]]:
     """Make the decode program of a whole model, or of its last pipeline stage. All programs are pure; changed arguments
     are donated.
 
     A step may have fewer rows than there are slots: they are those of the first slots (and their drafts), and the state
     of the remaining slots is unchanged. ``arriving`` are the hidden states of the stage before; None where there is
-    none. ``drafted`` are the tokens drafted on the device for the slots, ``masks`` those of grammars.
+    none. ``drafted`` are the tokens drafted on the device for the slots, ``masks`` those of grammars,
+    ``asks`` what rows ask of the outputs for training.
 
     Args:
         most_drafts: maximum draft depth.
+        whole: rows may ask for the whole vocabulary.
     """
     spec = stage.model.cache_spec
 
@@ -132,6 +136,7 @@ def make_decode(
         arriving: Any = None,
         drafted: Int[Array, "rows drafts"] | None = None,
         masks: Int32[Array, "rows words"] | None = None,
+        asks: Int32[Array, "rows asks"] | None = None,
     ) -> tuple[StepState, Sampled]:
         active, rows = batch.positions >= 0, batch.positions.shape[0]
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
@@ -142,9 +147,9 @@ def make_decode(
         hidden, features, pools = stage.tapped(params, x, _row_positions(batch), attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
-        sampled, slot_state = sample(
-            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts, masks
-        )
+        at, done = batch.positions + 1, batch.generated
+        given = (at, done, active, max_logprobs, drafts, masks, asks)
+        sampled, slot_state = sample(logits, slots, state.slots, *given, whole=whole)
         if drafts is not None:
             pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
@@ -272,3 +277,20 @@ def make_prefill_logprobs(
         return filled, prompt_logprobs(logits, following, max_logprobs)
 
     return prefill_logprobs
+
+
+def make_decode_logprobs(
+    stage: Stage, max_logprobs: int, backend: Wish = "auto"
+) -> Callable[..., tuple[list[Pool], Float32[Array, " rows"]]]:
+    """Make the program of rows that are computed as by `make_decode`, of a whole model without states, and return the
+    log probabilities of given tokens."""
+
+    def decode_logprobs(
+        params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"]
+    ) -> tuple[list[Pool], Float32[Array, " rows"]]:
+        attend = DecodeAttend(stage.model.cache_spec, batch.tables, batch.positions, backend)
+        hidden, _, pools = stage.tapped(params, batch.tokens, batch.positions, attend, pools)
+        raw = gathered_logits(stage.head(params, hidden)).astype(jnp.float32)
+        return pools, wanted_logprobs(raw, following, batch.positions >= 0, max_logprobs).logprob
+
+    return decode_logprobs

@@ -12,7 +12,7 @@ from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.structured.masks import Masks
+from jaxinfer.structured.masks import Masks, only
 from jaxinfer.structured.matcher import LEAD
 from jaxinfer.structured.thinking import Thought
 
@@ -98,7 +98,7 @@ class DecodePlanner:
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:
         """Return the steps the device may run alone: none waits, none ends by length, and there are enough pages."""
         steps = 1
-        if rows and alone and not any(row.sequence.held or row.sequence.thought for row in rows):
+        if rows and alone and not any(map(_needs_host, rows)):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
         known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
         if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
@@ -118,6 +118,8 @@ class Constraints:
     Thinking before the answer is unconstrained, up to its budget, and waits for no mask. When its end is read, rows
     after it may be in flight: their samples are dropped (`outdated`), since no grammar constrained them.
 
+    Forced tokens are known ahead: their rows have masks, and wait for nothing.
+
     Args:
         stateful: layers have states (`CacheSpec.stateful`).
     """
@@ -136,7 +138,7 @@ class Constraints:
         """Open the grammars of sequences that have their first slot: they compile while the prompts are computed."""
         for sequence in admitted:
             params, thinking = sequence.params, sequence.request.thinking
-            if sequence in self._open or (params.grammar is None and thinking is None):
+            if sequence in self._open or (params.grammar is None and thinking is None and not sequence.forced):
                 continue
             self._open.add(sequence)
             if thinking is not None:
@@ -216,8 +218,7 @@ class Constraints:
         """Return the masks of a plan's rows, by row."""
         if not self._open:
             return {}
-        ahead = ((row, row.position + 1 - len(row.sequence.tokens)) for row in rows if row.sequence in self._open)
-        found = ((row.row, _mask(row.sequence, count)) for row, count in ahead if count >= 0)
+        found = ((row.row, _mask(row)) for row in rows if row.sequence in self._open)
         return {row: mask for row, mask in found if mask is not None}
 
     def rest(self) -> None:
@@ -233,8 +234,19 @@ def _is_free(sequence: Sequence, ahead: int) -> bool:
     return thought is None or thought.over or thought.room is None or ahead < thought.room
 
 
-def _mask(sequence: Sequence, ahead: int) -> np.ndarray | None:
-    """Return the mask of the token after ``ahead`` unknown ones; None: all tokens are allowed."""
+def _needs_host(row: DecodePlan) -> bool:
+    """Whether each step of a row takes arrays of the host: a mask, or what it asks of the outputs for training."""
+    sequence = row.sequence
+    return bool(sequence.held or sequence.thought or sequence.forced or sequence.params.training_output)
+
+
+def _mask(row: DecodePlan) -> np.ndarray | None:
+    """Return the mask of the token after a row; None: all tokens are allowed."""
+    sequence, ahead = row.sequence, row.position + 1 - len(row.sequence.tokens)
+    if sequence.forced:
+        return only(sequence.forced[row.position - sequence.prompt_end])
+    if ahead < 0:
+        return None
     held, thought = sequence.held, sequence.thought
     if held is not None and sequence.is_held:
         return held.masks[ahead] if thought is None or thought.over else thought.beginning(held.masks[0])

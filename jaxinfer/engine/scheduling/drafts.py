@@ -91,8 +91,8 @@ class DraftPlanner:
         return 0 if self._plans < acceptance.resume else min(most, acceptance.depth(self._worth))
 
     def _allowed(self, sequence: Sequence) -> int:
-        if sequence.is_held or (sequence.held is not None and sequence.stateful):
-            return 0  # the mask after a draft token is only known once it is sampled
+        if sequence.is_held or sequence.forced or (sequence.held is not None and sequence.stateful):
+            return 0  # the mask after a draft token is only known once it is sampled, or the token needs no guess
         room = None if sequence.thought is None or sequence.thought.over else sequence.thought.room
         return _asked(sequence, self._most if room is None else min(self._most, max(0, room - 1)))
 
@@ -127,6 +127,10 @@ class DraftPlanner:
         """Return the tokens to feed after a row: known tokens after a preemption, else the drafter's."""
         sequence = row.sequence
         room = min(idle, sequence.final_length - sequence.scheduled)
+        if sequence.forced:
+            first = sequence.scheduled - sequence.prompt_end - 1
+            tokens = [] if self._states else [*sequence.forced[first : first + room]]
+            return _Wanted(tokens, 1.0, known=True)
         known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
         # The sampler counts recomputed tokens one by one, and a grammar has a mask for one row only. A recurrent state
         # continues from the token that the device has drawn.
@@ -252,8 +256,9 @@ def _asked(sequence: Sequence, most: int) -> int:
 
 
 def _is_certain(row: DecodePlan) -> bool:
-    """Whether tokens after a row are known or forced by a grammar."""
-    return row.position + 1 < len(row.sequence.tokens) or bool(_forced(row.sequence))
+    """Whether tokens after a row are known, or forced by the request or a grammar."""
+    sequence = row.sequence
+    return row.position + 1 < len(sequence.tokens) or bool(sequence.forced or _forced(sequence))
 
 
 def _forced(sequence: Sequence) -> list[int]:

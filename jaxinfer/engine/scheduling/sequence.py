@@ -105,7 +105,14 @@ class Sequence:
         available until the row before has been read."""
         if position < len(self.tokens):
             return self.tokens[position]
+        if self.forced:
+            return self.forced[position - self.prompt_end - 1]
         return -1 if self.sampled == position - 1 else None
+
+    @property
+    def forced(self) -> Row[int]:
+        """All tokens that the request forces."""
+        return self.params.forced_token_ids or ()
 
     @property
     def redrawn(self) -> bool:
@@ -144,7 +151,7 @@ class Sequence:
                 self.finish_reason = FinishReason.NOT_FINITE
                 return count - 1
             known.append(token)
-            if token in stops and self.generated >= self.params.min_tokens:
+            if token in stops and self.generated >= self.params.never_ends_before:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token
                 return count
             if len(known) > self.final_length:

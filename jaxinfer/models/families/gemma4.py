@@ -181,7 +181,7 @@ class ScaledMoE(MoE):
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
         scale = self.weight("router_scale").astype(jnp.float32) * x.shape[-1] ** -0.5
         logits = matmul_transposed(unit_rms(x.astype(jnp.float32), self.eps) * scale, self.weight("router"))
-        routing = route(logits, self.rule)
+        routing = route(logits, self.rule, given=self.given())
         each = self.weight("expert_scale").astype(jnp.float32)[routing.experts]
         return routing._replace(weights=routing.weights * each)
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
-from jaxinfer.sampling_params import ContextLengthError, RequestError, SamplingParams
+from jaxinfer.sampling_params import MAX_LOGPROB_TOKEN_IDS, ContextLengthError, RequestError, SamplingParams
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import Call, Conversation, Input, ModelCard, ServeLimits
 from jaxinfer.text.chat_template import ARGUMENTS as TEMPLATE_ARGUMENTS
@@ -107,6 +107,8 @@ def _check_sizes(sampling: Mapping[str, Any], card: ModelCard, limits: ServeLimi
         "bad_words": limits.bad_words,
         "logit_bias": limits.logit_bias,
         "allowed_token_ids": card.vocab_size,
+        "forced_token_ids": card.max_model_len,
+        "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
     }
     for field, most in sizes.items():
         value = sampling.get(field)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.types import Request, SequenceDelta, added_versions
+from jaxinfer.types import Request, SequenceDelta
 
 
 class EngineDeadError(RuntimeError):
@@ -99,7 +99,7 @@ class DeltaStream:
             self._closed = news
         elif news.index in self._open:
             waiting = self._news.get(news.index)
-            self._news[news.index] = news if waiting is None else merged(waiting, news)
+            self._news[news.index] = news if waiting is None else waiting.extended(news)
             if news.finish_reason is not None:
                 self._open.discard(news.index)
         self._wake()
@@ -110,21 +110,3 @@ class DeltaStream:
             reader.set_result(None)
         elif self._listener is not None:
             self._listener()
-
-
-def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
-    """Merge two deltas of one sample by extending ``first``, which the engine no longer uses. O(``then``), so that the
-    cost does not grow with the deltas that a slow reader has not fetched."""
-    counts = len(first.token_ids), len(then.token_ids)
-    first.weight_versions = added_versions(first.weight_versions, counts[0], then.weight_versions, counts[1])
-    first.token_ids += then.token_ids
-    if then.logprobs:
-        known = first.logprobs if isinstance(first.logprobs, list) else list(first.logprobs)
-        known.extend(then.logprobs)
-        first.logprobs = known
-    first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
-    first.prompt_logprobs = first.prompt_logprobs or then.prompt_logprobs
-    first.cached_tokens = then.cached_tokens if first.cached_tokens is None else first.cached_tokens
-    first.draft_tokens += then.draft_tokens
-    first.draft_accepted += then.draft_accepted
-    return first

@@ -22,7 +22,7 @@ from jaxinfer.kv.journal import Journal
 from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.requests import ModelCard
-from jaxinfer.serve.api.streams import Closed, EngineDeadError, merged
+from jaxinfer.serve.api.streams import Closed, EngineDeadError
 from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
@@ -360,7 +360,7 @@ class _Core:
             self._send(messages.deltas_of([(feed.number, delta)]))
             return
         before = feed.deferred.get(delta.index)
-        feed.deferred[delta.index] = delta if before is None else merged(before, delta)
+        feed.deferred[delta.index] = delta if before is None else before.extended(delta)
         if feed.number not in self._sending:
             self._sending[feed.number] = self._spawn(self._send_apart(feed))
 

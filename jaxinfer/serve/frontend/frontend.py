@@ -14,12 +14,11 @@ from contextlib import AbstractContextManager
 from jaxinfer.config.speculative import GRAMMAR
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.parsers.registry import Parsers
+from jaxinfer.request_checks import check_prompt_length, check_token_ids
 from jaxinfer.sampling_params import (
     RequestError,
     SamplingLimits,
     SamplingParams,
-    check_prompt_length,
-    check_token_ids,
 )
 from jaxinfer.serve.api.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.api.capacity import CapacityLimiter, Load, Place
@@ -34,7 +33,7 @@ from jaxinfer.serve.frontend.scoring import check_continuations, check_lengths, 
 from jaxinfer.serve.runtime.event_loop import INLINE, off_loop
 from jaxinfer.serve.telemetry.tracing import Tracing
 from jaxinfer.serve.workers.normalize import normalize_messages
-from jaxinfer.serve.workers.tasks import LONG_CHARACTERS, Grammars, LongTexts, Renderer, has_grammars
+from jaxinfer.serve.workers.tasks import LONG_CHARACTERS, Grammars, LongTexts, Renderer, has_grammars, has_masks
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.contents import GivenImage, images_in, with_images
 from jaxinfer.text.intake import Intake
@@ -91,7 +90,8 @@ class Frontend:
         loras: LoRAs | None = None,
         images: Images | None = None,
     ) -> None:
-        most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
+        most = card.engine.get("max_logprobs", limits.logprobs)
+        most = limits.logprobs if most < 0 else min(limits.logprobs, most)  # -1: the whole vocabulary, offline only
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
         self.tokenizer, self.template, self.parsers, self.loras = tokenizer, template, parsers, loras
         self.leaving = self.draining = False
@@ -101,7 +101,9 @@ class Frontend:
         self._scope, self._weight, self._images = scope, weight, images
         self._allow_templates = allow_request_templates
         drafts = card.engine.get("speculative") not in (None, GRAMMAR)
-        bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=has_grammars(card, tokenizer))
+        grammars, masks = has_grammars(card, tokenizer), has_masks(card)
+        training = bool(card.engine.get("enable_training_outputs"))
+        bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=grammars, masks=masks, training=training)
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds, parsers.thought)
         self._renderer, self._grammars = Renderer(template, template_seconds), Grammars()
         self._sources = list(template.sources.values()) if template is not None else []

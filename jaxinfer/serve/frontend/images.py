@@ -16,7 +16,8 @@ from jaxinfer.images.expansion import for_vocabulary, place_images
 from jaxinfer.images.processor import ImageError, VideoProcessor, options_for
 from jaxinfer.images.registry import ProcessorSource
 from jaxinfer.images.source import is_data_url
-from jaxinfer.sampling_params import RequestError, check_prompt_length
+from jaxinfer.request_checks import check_prompt_length
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.frontend.chat.messages import by_place
 from jaxinfer.serve.runtime.fetch import MediaFetcher

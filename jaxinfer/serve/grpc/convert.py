@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from jaxinfer.parsers.events import message_of
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.serve.api.arrays import kept_ids
 from jaxinfer.serve.api.errors import Kind, ServeError, prompt_as
 from jaxinfer.serve.api.requests import Call, Input, ModelCard, Scored, ServeLimits, Usage
 from jaxinfer.serve.frontend.chat.outputs import TOOL_CALLS, CallDelta, ParsedOutput, call_deltas
@@ -241,7 +242,13 @@ def _ranges(positions: Sequence[PositionLogprobs]) -> list[tuple[int, int]]:
 
 def _position(position: PositionLogprobs, token_text: TokenText) -> pb.PositionLogprobs:
     top = [_candidate(candidate, token_text) for candidate in position.top]
-    return pb.PositionLogprobs(chosen=_candidate(position.chosen, token_text), top=top)
+    message = pb.PositionLogprobs(chosen=_candidate(position.chosen, token_text), top=top)
+    if (extras := position.extras) is not None:
+        if extras.entropy is not None:
+            message.entropy = extras.entropy
+        message.token_logprobs.extend(extras.token_logprobs)
+        message.kept_token_ids.extend(kept_ids(extras))
+    return message
 
 
 def _candidate(candidate: TokenLogprob, token_text: TokenText) -> pb.TokenLogprob:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from jaxinfer.serve.api.arrays import arrays_json
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob, WeightVersions, version_ranges
 
@@ -31,14 +32,20 @@ class ResponseFields:
     """Optional fields of a choice in addition to its text.
 
     Attributes:
-        logprobs, prompt_logprobs, token_ids: whether the request asked for them.
+        logprobs, prompt_logprobs, token_ids, arrays: whether the request asked for them.
         hidden: token ids that produce no text (special tokens when they are skipped).
     """
 
     logprobs: bool = False
     prompt_logprobs: bool = False
     token_ids: bool = False
+    arrays: bool = False
     hidden: frozenset[int] = frozenset()
+
+    @property
+    def plain(self) -> bool:
+        """Whether a chunk has its text alone."""
+        return not (self.logprobs or self.token_ids or self.arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +133,7 @@ class TextChoice:
         self._index, self._words, self._wanted = index, words, wanted
         self._prompt: Sequence[int] | None = prompt
         self.echo = echo
-        self._plain = not (wanted.logprobs or wanted.token_ids)
+        self._plain = wanted.plain
         self._before = f'{{"index":{index},"text":'
         self._offsets = Offsets(words.token_bytes, wanted.hidden)
         self._parts = _Parts()
@@ -194,7 +201,7 @@ class ChatChoice:
 
     def __init__(self, index: int, words: TokenSpeller, wanted: ResponseFields) -> None:
         self._index, self._words, self._wanted = index, words, wanted
-        self._plain = not (wanted.logprobs or wanted.token_ids)
+        self._plain = wanted.plain
         self._before = f'{{"index":{index},"delta":{{"content":'
         self._parts = _Parts()
 
@@ -283,6 +290,8 @@ def _extras(
         found["token_ids"] = list(tokens)
         if prompt is not None:
             found["prompt_token_ids"] = list(prompt)
+    if wanted.arrays and delta.logprobs:
+        found["arrays"] = arrays_json(delta.logprobs, LOWEST_LOGPROB)
     if wanted.prompt_logprobs and delta.prompt_logprobs is not None:
         found["prompt_logprobs"] = [None if p is None else _candidates(p, words) for p in delta.prompt_logprobs]
     return found

@@ -200,6 +200,7 @@ def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> ResponseFi
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
+        arrays=bool(body.return_entropy or body.return_sampling_mask or body.logprob_token_ids),
         hidden=frozenset(tokenizer.special_ids) if skip and tokenizer is not None else frozenset(),
     )
 

@@ -24,6 +24,7 @@ _STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 Integer = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "null"}]})]
 Number = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]})]
 Boolean = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
+Text = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]})]
 Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})]
 StringOrStrings = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [_TOKEN_IDS, {"type": "null"}]})]
@@ -78,6 +79,7 @@ _KINDS: Mapping[str, Any] = {
     "int": Integer,
     "float": Number,
     "bool": Boolean,
+    "str": Text,
     "Sequence[str]": Strings,
     "str | Sequence[str]": StringOrStrings,
     "Sequence[int]": TokenIds,

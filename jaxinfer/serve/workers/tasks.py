@@ -166,5 +166,9 @@ class ImagePreparer(Pool):
 
 def has_grammars(card: ModelCard, tokenizer: Tokenizer | None) -> bool:
     """Whether the engine constrains outputs by grammars, see `ResolvedEngine.grammars`."""
-    helpers = card.engine.get("structured_output_helpers", 0)
-    return helpers > 0 and not card.engine.get("enable_dp_attention") and tokenizer is not None
+    return has_masks(card) and tokenizer is not None
+
+
+def has_masks(card: ModelCard) -> bool:
+    """Whether the engine's decode programs take token masks, see `ResolvedEngine.grammars`."""
+    return card.engine.get("structured_output_helpers", 0) > 0 and not card.engine.get("enable_dp_attention")

@@ -15,13 +15,14 @@ from jaxinfer.engine.distributed.leader import HostInputTokens, LeaderExecutor, 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution import calibration
 from jaxinfer.engine.execution.calibration import measure_costs
-from jaxinfer.engine.execution.commands import COMMANDS, DecodeBatch, SaveSlot
+from jaxinfer.engine.execution.commands import COMMANDS, Decode, DecodeBatch, SaveSlot
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.scheduling.pages import Costs
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.sampling import Sampled
 from jaxinfer.types import Request
 from tests.fakes import mixed_params, random_head, random_model
 from tests.parallel.test_group import SOON, group_of
@@ -217,6 +218,21 @@ def test_the_host_feeds_what_slots_sampled_last():
     np.testing.assert_array_equal(feed.with_tokens(rows([-1, -1, -1], [6, 6, 6])).tokens, [17, 8, 19])
     feed.sampled(rows([-1, -1, -1], [-1, -1, 6]), third)
     np.testing.assert_array_equal(feed.with_tokens(rows([-1, -1, -1], [7, 7, 7])).tokens, [17, 8, 29])
+
+
+def test_masks_reach_every_stage(monkeypatch):
+    """A leader whose first stage is fed by the host sends all that a step has."""
+    leader, sent = LeaderExecutor.__new__(LeaderExecutor), list[Decode]()
+    leader._host_tokens = [HostInputTokens(3)]
+
+    def answered(command):
+        sent.append(command)
+        return Sampled(np.zeros(3, np.int32), None)
+
+    monkeypatch.setattr(leader, "_answered", answered)
+    masks = np.ones((3, 4), np.int32)
+    leader.run(Decode(0, rows([1, 2, 3], [4, 4, -1]), masks))
+    assert sent[0].masks is masks
 
 
 def test_digests_tell_slots_apart():

@@ -147,7 +147,7 @@ class World:
         try:
             self.loop.add(request)
         except QueueFullError:
-            assert len(self.loop.scheduler._queue) >= 6
+            assert self.loop.scheduler.queued.requests >= 6
             return
         # Each microbatch of slots runs once in as many steps as there are pipeline stages.
         microbatches = self.loop.engine.microbatches

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
-from jaxinfer.serve.api.streams import merged as merge
 from jaxinfer.serve.core.async_engine import AsyncEngine, EngineDeadError, _StepTimes
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.engine.gated_engine import QUEUE, FakeEngine, Sample, expected, make_request
@@ -488,7 +487,7 @@ def test_merged_deltas_lose_nothing(parts):
         delta.draft_tokens, delta.draft_accepted = 3, 2
     merged, *rest = deltas
     for delta in rest:
-        merged = merge(merged, delta)
+        merged = merged.extended(delta)
     assert merged.token_ids == [token for tokens, _ in parts for token in tokens]
     assert (merged.finish_reason, merged.stop_reason) == (FinishReason.STOP, 5)
     assert merged.prompt_logprobs == [None]

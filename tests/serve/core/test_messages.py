@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
+from jaxinfer.sampling_params import LOGPROBS_MODES, RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.messages import MessageError, decode_from_core, decode_request, decode_to_core, encode
 from jaxinfer.types import FinishReason, ImageInput, PlacedImage, Request, SequenceDelta
@@ -64,6 +64,17 @@ sampling = st.builds(
     | st.builds(StructuredOutputs, grammar=some_text, enable_in_reasoning=st.booleans())
     | st.builds(StructuredOutputs, structural_tag=st.just("{}")),
     thinking_token_budget=st.none() | st.integers(0, 2**63 - 1),
+    forced_token_ids=st.none(),  # as the next one, below: they exclude others
+    logprobs_mode=st.just(LOGPROBS_MODES[0]),
+    logprob_token_ids=st.none() | st.lists(ids, min_size=1, max_size=4),
+    return_entropy=st.booleans(),
+    return_sampling_mask=st.booleans(),
+)
+forced = st.builds(
+    SamplingParams,
+    forced_token_ids=st.lists(ids, min_size=1, max_size=4),
+    logprobs_mode=st.sampled_from(LOGPROBS_MODES),
+    logprobs=st.none() | st.integers(-1, 20),
 )
 PLAIN = {
     type(None): st.none(),
@@ -72,7 +83,7 @@ PLAIN = {
     float: st.floats(allow_nan=False),
     str: st.text(max_size=20),
     bytes: st.binary(max_size=20),
-    SamplingParams: sampling,
+    SamplingParams: sampling | forced,
 }
 PLAIN[ImageInput] = st.builds(
     lambda rows, columns, seed, digest: ImageInput(

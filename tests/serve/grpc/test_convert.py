@@ -39,6 +39,9 @@ FIELDS = {
     "prompt_logprobs": INT32,
     "thinking_token_budget": INT64,
     "skip_special_tokens": st.booleans(),
+    "logprobs_mode": st.text(),
+    "return_entropy": st.booleans(),
+    "return_sampling_mask": st.booleans(),
     "speculation": st.fixed_dictionaries(
         {}, optional={"enabled": st.booleans(), "max_tokens": INT32, "acceptance": st.text()}
     ),
@@ -61,17 +64,23 @@ FIELDS = {
 }
 
 
+LISTS = ("allowed_token_ids", "forced_token_ids", "logprob_token_ids")
+
+
 def test_the_properties_below_know_all_sampling_fields() -> None:
-    assert {*FIELDS, "allowed_token_ids"} == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert {*FIELDS, *LISTS} == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
 
 
-@given(st.fixed_dictionaries({}, optional=FIELDS), st.none() | st.lists(UINT32, max_size=3))
-def test_exactly_the_sampling_fields_that_are_set_arrive(fields: dict, allowed: list[int] | None) -> None:
+@given(
+    st.fixed_dictionaries({}, optional=FIELDS),
+    st.fixed_dictionaries({}, optional=dict.fromkeys(LISTS, st.lists(UINT32, max_size=3))),
+)
+def test_exactly_the_sampling_fields_that_are_set_arrive(fields: dict, lists: dict[str, list[int]]) -> None:
     message = pb.SamplingParams(**fields)
-    if allowed is not None:
-        fields = {**fields, "allowed_token_ids": allowed}
-        message.allowed_token_ids.ids.extend(allowed)
-        message.allowed_token_ids.SetInParent()
+    for name, ids in lists.items():
+        getattr(message, name).ids.extend(ids)
+        getattr(message, name).SetInParent()
+    fields = {**fields, **lists}
     found = convert.sampling_of(pb.SamplingParams.FromString(message.SerializeToString()))
     assert found == fields
     assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in fields.items()}

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams, validate_request
+from jaxinfer.request_checks import validate_request
+from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams
 
 VOCAB = 100
 SMALL = SamplingLimits(max_stop_ids=3, max_bad_words=2, max_bad_word_tokens=2, max_logprobs=5)

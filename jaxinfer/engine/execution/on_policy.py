@@ -1,0 +1,337 @@
+"""Log probabilities of given tokens by an engine's own programs, as a function that a trainer differentiates.
+
+The value is computed by the functions that an engine compiles, in their shapes: prompts in chunks, generated tokens as
+rows of the decode program. The gradient is that of `Model.apply`. docs/rl.md says where both programs have equal bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.encoder import text_part
+from jaxinfer.engine.execution.placement import abstract_params, targets_of
+from jaxinfer.engine.execution.prepare import Prepared
+from jaxinfer.engine.execution.stages import Stage, cut
+from jaxinfer.engine.execution.step import make_decode_logprobs, make_prefill
+from jaxinfer.engine.scheduling.buckets import next_chunk
+from jaxinfer.kv.pool import Pool, new_pools
+from jaxinfer.models.model import Model, require_ids
+from jaxinfer.parallel.mesh import pool_sharding, traced_for
+from jaxinfer.quant import Unquantized
+from jaxinfer.quant.banks import without_banks
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.types import ParamSpec
+
+Lengths = Int[Any, " batch"] | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ServedPrograms:
+    """The programs in which an engine computes tokens, without parameters: a static argument of `jax.jit`. Equal for
+    engines with equal models and settings.
+
+    Attributes:
+        stage: the model as it is served, its parameters abstract.
+        engine: resolved settings.
+        classes: prefill sizes, each with the number of its class (`Calibration.size_classes`).
+        mesh: the devices of the engine.
+    """
+
+    stage: Stage
+    engine: ResolvedEngine
+    classes: tuple[tuple[int, int], ...]
+    mesh: Mesh
+
+    def __repr__(self) -> str:
+        return f"<ServedPrograms of {self.stage.model.name or 'a model'}: decode rows {self.rows}, chunks {self.sizes}>"
+
+    @property
+    def rows(self) -> int:
+        return self.engine.decode_sizes[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.engine.prefill_sizes
+
+    def served_programs(self) -> ServedPrograms:
+        """Return these programs, as `LLM.served_programs` does those of an engine."""
+        return self
+
+    def refusal(self) -> str | None:
+        """Return why `logprobs` would not have the bits that the engine serves, in one sentence; None: it has."""
+        engine, spec = self.engine, self.stage.model.cache_spec
+        if engine.exactness != "exact":
+            return f"exactness = {engine.exactness}: a token may then be computed by any of several programs"
+        if engine.pipeline_parallel_size > 1:
+            return f"pipeline_parallel_size = {engine.pipeline_parallel_size}: no single program has all layers"
+        if engine.enable_dp_attention:
+            return "enable_dp_attention = True: the programs are those of all ranks together"
+        if spec.stateful:
+            return "layers with states keep one position of a sequence, and the rows of a step must be of several"
+        if engine.images is not None:
+            return "prompts may have images: limit_mm_per_prompt = {'image': 0} serves the text model alone"
+        return None
+
+    @property
+    def exceptions(self) -> dict[str, str]:
+        """Requests that may have other bits than `logprobs`, with the reason."""
+        found = {}
+        if len({number for _, number in self.classes}) > 1:
+            found["requests with prompt_logprobs"] = "their prompts run in chunks of the largest size alone"
+        if self.engine.lora_slots:
+            found["requests with adapters"] = "their rows take adapters from banks, which a trainer does not have"
+        return found
+
+    def logprobs(
+        self,
+        model: Model,
+        params: Any,
+        tokens: Int[Array, "*batch time"],
+        prompt_lengths: Lengths = None,
+        lengths: Lengths = None,
+    ) -> Float32[Array, "batch positions"]:
+        """Implement `Model.logprobs`."""
+        if (why := self.refusal()) is not None:
+            raise RequestError("like", f"cannot be reproduced: {why}")
+        self._require_same(model, params, tokens)
+        batch, time = tokens.shape
+        begins = jnp.clip(jnp.asarray(1 if prompt_lengths is None else prompt_lengths, jnp.int32), 1, time)
+        ends = jnp.clip(jnp.asarray(time if lengths is None else lengths, jnp.int32), 1, time)
+        sequences = GivenTokens(tokens, jnp.broadcast_to(begins, batch), jnp.broadcast_to(ends, batch))
+        return _with_gradient(self, model)(params, sequences)
+
+    def _require_same(self, model: Model, params: Any, tokens: Any) -> None:
+        """Raise an error unless the model is the served one and the tokens fit its context."""
+        require_ids(tokens)
+        if tokens.ndim != 2 or not 1 < tokens.shape[1] <= self.engine.max_model_len:
+            raise ValueError(
+                f"tokens is {tokens.shape}, and must be [batch, time], with 2 to {self.engine.max_model_len} tokens "
+                f"(max_model_len of the engine)"
+            )
+        served = self.stage.model
+        edits = [getattr(each.module, "overrides", ()) for each in (model, served)]
+        if (type(model.module), model.config) != (type(served.module), served.config) or edits[0] != edits[1]:
+            raise ValueError(f"like: the engine serves another model, {served.name or type(served.module).__name__}")
+        jax.eval_shape(functools.partial(self.placed, model), params)
+
+    def placed(self, model: Model, params: Any) -> Any:
+        """Return parameters of a model in the layout of the engine.
+
+        Raises:
+            ValueError: one is missing, or has another shape or dtype than that of the engine: names the first.
+        """
+        served = self.stage.model
+        return _placed((), text_part(served.specs), model.specs, params, served.params)
+
+
+    def spread(self, params: Any) -> Any:
+        """Shard parameters over the devices of the engine, if it has several."""
+        return self._constrained(params, jax.tree.map(lambda x: x.sharding, self.stage.model.params))
+
+    def new_pools(self, pages: int) -> list[Pool]:
+        """Make pools of ``pages`` pages, sharded as those of the engine."""
+        model, platform = self.stage.model, self.mesh.devices.flat[0].platform
+        pools = new_pools(model.cache_spec, pages, self.engine.page_size, model.dtype, platform=platform)
+        sharding = pool_sharding(self.mesh, model.cache_spec)
+        return list(self._constrained(pools, jax.tree.map(lambda _: sharding, pools)))
+
+    def _constrained(self, tree: Any, shardings: Any) -> Any:
+        return tree if self.mesh.size == 1 else lax.with_sharding_constraint(tree, shardings)
+
+
+def served_programs(prepared: Prepared, classes: Mapping[int, int], mesh: Mesh) -> ServedPrograms:
+    """Return the programs of an engine, those of the last pipeline stage if it has several.
+
+    Args:
+        classes: see `Calibration.size_classes`.
+    """
+    model, engine, _ = prepared
+    stage = cut(model, engine.pipeline_parallel_size)[-1]
+    abstract = stage.described_by(text_part(abstract_params(stage.model, mesh)))
+    whole = dataclasses.replace(abstract, features=0, prompts=False)  # no draft head reads what these compute
+    return ServedPrograms(whole, engine, tuple(sorted(classes.items())), mesh)
+
+
+class GivenTokens(NamedTuple):
+    """Token ids, each sequence with its number of prompt tokens and of all tokens."""
+
+    tokens: Int[Array, "batch time"]
+    begins: Int32[Array, " batch"]
+    ends: Int32[Array, " batch"]
+
+    @property
+    def generated(self) -> Bool[Array, "batch positions"]:
+        """Whether the token after each position was generated."""
+        at = jnp.arange(self.tokens.shape[1] - 1)
+        return (at >= self.begins[:, None] - 1) & (at < self.ends[:, None] - 1)
+
+
+def applied_logprobs(model: Model, params: Any, sequences: GivenTokens) -> Float32[Array, "batch positions"]:
+    """Compute log probabilities as `ServedPrograms.logprobs` does, by `Model.apply`."""
+    logits = jax.nn.log_softmax(model.apply(params, sequences.tokens)[:, :-1].astype(jnp.float32))
+    chosen = jnp.take_along_axis(logits, sequences.tokens[:, 1:, None], axis=2, mode="clip")[..., 0]
+    return jnp.where(sequences.generated, chosen, 0)
+
+
+def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, GivenTokens], Array]:
+    """Return a function of parameters with the value of the programs and the gradient of `Model.apply`."""
+    served, bare = jax.custom_vjp(functools.partial(_computed, programs, model.replace(params=()))), model
+
+    def forward(params: Any, sequences: GivenTokens) -> Any:
+        return served(params, sequences), (params, sequences)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        params, sequences = kept
+        _, pull = jax.vjp(lambda params: applied_logprobs(bare, params, sequences), params)
+        return (*pull(cotangent), None)
+
+    served.defvjp(forward, backward)
+    return served
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _computed(
+    programs: ServedPrograms, model: Model, params: Any, sequences: GivenTokens
+) -> Float32[Array, "batch positions"]:
+    """Compute prompts chunk by chunk, then generated tokens in steps, into pages of their own.
+
+    Chunks and steps are bodies of loops whose ends are not known to the compiler, so XLA fuses nothing into them or out
+    of them.
+    """
+    with traced_for(programs.mesh):
+        params, work = programs.spread(programs.placed(model, params)), _Work(programs, sequences)
+        pools = work.prompts(params, work.pools())
+        return work.steps(params, pools)
+
+
+class _Work:
+    """Chunks and decode steps of a batch of sequences."""
+
+    def __init__(self, programs: ServedPrograms, sequences: GivenTokens) -> None:
+        self._programs, self._sequences, self._stage = programs, sequences, programs.stage
+        self._spec, self._page = self._stage.model.cache_spec, programs.engine.page_size
+        self._batch, time = sequences.tokens.shape
+        self._fed = time - 1  # the last token is not fed
+        self._pages = -(-self._fed // self._page)
+
+    def pools(self) -> list[Pool]:
+        return self._programs.new_pools(self._batch * self._pages)
+
+    def _tables(self, of: Int[Array, " rows"]) -> Int32[Array, "groups rows width"]:
+        """Return the page tables of these sequences, in the width of the engine's."""
+        within = np.minimum(np.arange(self._programs.engine.table_width), self._pages - 1)
+        pages = (of[:, None] * self._pages + within).astype(jnp.int32)
+        return jnp.broadcast_to(pages, (len(self._spec.windows), *pages.shape))
+
+    def prompts(self, params: Any, pools: list[Pool]) -> list[Pool]:
+        """Run the chunks of all prompts: each begins at a multiple of the largest size, and the last ends one token
+        early."""
+        *_, largest = self._programs.sizes
+        firsts, ends = np.arange(0, self._fed, largest), self._sequences.begins - 1
+        places, count = _compacted(firsts < ends[:, None])
+        tokens = jnp.pad(self._sequences.tokens, ((0, 0), (0, largest)))
+        sizes = jnp.asarray(self._chosen_sizes())
+
+        def run(index: Array, pools: list[Pool]) -> list[Pool]:
+            of, start = places[index] // len(firsts), places[index] % len(firsts) * largest
+            length = jnp.minimum(ends[of] - start, largest)
+            tables = self._tables(of[None])
+
+            def chunk(size: int, pools: list[Pool]) -> list[Pool]:
+                own = lax.dynamic_slice(tokens, (of, start), (1, size))
+                filled: list[Pool] = self._prefill(params, pools, PrefillBatch(own, start[None], length[None], tables))
+                return filled
+
+            each = [functools.partial(chunk, size) for size in self._programs.sizes]
+            return lax.switch(sizes[length], each, pools)
+
+        return lax.fori_loop(0, count, run, pools)
+
+    def _chosen_sizes(self) -> Int32[np.ndarray, " lengths"]:
+        """Return, for each length of a chunk, the index of the size that it runs in."""
+        sizes, classes = self._programs.sizes, dict(self._programs.classes)
+        chunks = (next_chunk(0, length, sizes, classes) for length in range(1, sizes[-1] + 1))
+        return np.array([0, *(sizes.index(chunk.size) for chunk in chunks)], np.int32)
+
+    def steps(self, params: Any, pools: list[Pool]) -> Float32[Array, "batch positions"]:
+        """Run the positions of all generated tokens as rows of decode steps, those of a sequence in order: all rows of
+        a step write their keys before any attends."""
+        rows, generated = self._programs.rows, self._sequences.generated
+        places, count = _compacted(generated)
+        places, tokens = jnp.pad(places, (0, rows)), self._sequences.tokens
+
+        def run(step: Array, carry: tuple[list[Pool], Array]) -> tuple[list[Pool], Array]:
+            pools, found = carry
+            own, active = lax.dynamic_slice(places, (step * rows,), (rows,)), step * rows + jnp.arange(rows) < count
+            of, at = own // self._fed, own % self._fed
+            batch = DecodeBatch(tokens[of, at], jnp.where(active, at, -1), jnp.zeros_like(at), self._tables(of))
+            pools, logprobs = self._decode(params, pools, batch, tokens[of, at + 1])
+            return pools, found.at[jnp.where(active, own, found.size)].set(logprobs, mode="drop")
+
+        none = jnp.zeros(generated.size, jnp.float32)
+        return lax.fori_loop(0, -(-count // rows), run, (pools, none))[1].reshape(generated.shape)
+
+    @functools.cached_property
+    def _prefill(self) -> Callable[..., Any]:
+        engine = self._programs.engine
+        run = make_prefill(self._stage, engine.attention_backend, spread_tokens=engine.sequence_parallel_norms)
+        return self._isolated(run)
+
+    @functools.cached_property
+    def _decode(self) -> Callable[..., Any]:
+        engine = self._programs.engine
+        return self._isolated(make_decode_logprobs(self._stage, engine.max_logprobs, engine.attention_backend))
+
+    def _isolated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a program of the engine, for rows without adapters, as it is compiled there: behind a barrier."""
+        program = without_banks(function, targets_of(self._stage, self._programs.engine))
+
+        def isolated(*operands: Any) -> Any:
+            return lax.optimization_barrier(program(*lax.optimization_barrier(operands)))
+
+        return isolated
+
+
+def _compacted(wanted: Bool[Array, "batch each"]) -> tuple[Int32[Array, " places"], Int32[Array, ""]]:
+    """Return the flat places that are true, before all others, and their number."""
+    flat = wanted.reshape(-1)
+    return jnp.argsort(~flat, stable=True).astype(jnp.int32), flat.sum(dtype=jnp.int32)
+
+
+def _placed(path: tuple[str, ...], served: Any, own: Any, given: Any, like: Any) -> Any:
+    if isinstance(served, Mapping):
+        missing = [name for name in served if name not in given or name not in own]
+        if missing:
+            raise ValueError(f"params: {'.'.join((*path, missing[0]))} is missing")
+        return {
+            name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()
+        }
+    value = _laid_out(served, own, given)
+    found, wanted = (jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), tree) for tree in (value, like))
+    if found != wanted:
+        raise ValueError(f"params: {'.'.join(path)} is {found}, and the engine serves {wanted}")
+    return value
+
+
+def _laid_out(served: Any, own: Any, given: Any) -> Any:
+    """Return a weight in the layout in which it is served."""
+    if not isinstance(served, Unquantized):
+        given = given.weight if isinstance(own, Unquantized) and isinstance(served, ParamSpec) else given
+        return given
+    weight, spec = (given.weight, own.weight) if isinstance(own, Unquantized) else (given, own)
+    first = served.layout == "in first"
+    if (spec.inputs == 0) != first:
+        weight = jnp.moveaxis(weight, -1, 0) if first else jnp.moveaxis(weight, 0, -1)
+    return dataclasses.replace(served, weight=weight)

@@ -1,0 +1,88 @@
+"""Routing of experts that is read from one forward pass and replayed in another."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.layers.moe import layers_of_experts
+from jaxinfer.models.model import Model
+from tests.fakes import random_model
+from tests.models.parity import load_case
+from tests.models.test_families import ROWS
+from tests.models.test_parity import golden
+
+# One for each way to score experts, and the families with a layer of experts of their own.
+CASES = {**ROWS, "gemma4_text": "gemma4_text-experts"}
+SLOW = ("gpt_oss", "deepseek_v3", "gemma4_text", "nemotron_h", "llama4_text", "phimoe")
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 9)))
+
+
+@functools.cache
+def model_of(kind: str, folder: pathlib.Path) -> Model:
+    return load_case(golden(CASES[kind]), folder)
+
+
+@pytest.fixture(params=["mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_of(request.param, tmp_path_factory.getbasetemp() / request.param)
+
+
+def test_the_own_routing_replayed_has_the_same_bits(model: Model) -> None:
+    routed = model.routed_experts(model.params, TOKENS)
+    layers = layers_of_experts(model.params)
+    assert routed.shape[:3] == (2, 9, layers)
+    assert jnp.issubdtype(routed.dtype, jnp.integer)
+    want = model.apply(model.params, TOKENS)
+    assert np.array_equal(model.apply(model.params, TOKENS, routed_experts=routed), want)
+    free = jnp.full_like(routed, -1)
+    assert np.array_equal(model.apply(model.params, TOKENS, routed_experts=free), want)
+
+
+def test_another_routing_is_taken(model: Model) -> None:
+    routed = np.array(model.routed_experts(model.params, TOKENS))
+    count = int(routed.max()) + 1
+    other = routed.copy()
+    other[0, 3, -1] = (routed[0, 3, -1] + 1) % count
+    if len(set(other[0, 3, -1].tolist())) < other.shape[-1]:
+        pytest.skip("the same expert twice")
+    before = np.asarray(model.apply(model.params, TOKENS))
+    after = np.asarray(model.apply(model.params, TOKENS, routed_experts=jnp.asarray(other)))
+    assert np.array_equal(after[1], before[1])
+    assert np.array_equal(after[0, :3], before[0, :3])
+    assert not np.array_equal(after[0, 3], before[0, 3])
+
+
+def test_the_routing_of_other_weights_is_replayed(model: Model) -> None:
+    """The case it is for: a trainer whose weights have moved takes the experts that the sampler took."""
+    noise = jax.random.split(jax.random.key(0), len(jax.tree.leaves(model.params)))
+    leaves, tree = jax.tree.flatten(model.params)
+    moved = tree.unflatten(
+        [x + 0.3 * x.std() * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, noise, strict=True)]
+    )
+    theirs, own = model.routed_experts(moved, TOKENS), model.routed_experts(model.params, TOKENS)
+    assert not np.array_equal(theirs, own)
+
+    @jax.jit
+    def replay(params, routed):
+        return model.apply(params, TOKENS, routed_experts=routed).sum()
+
+    grads = jax.grad(replay)(model.params, theirs)
+    assert jax.tree.structure(grads) == jax.tree.structure(model.params)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grads))
+    assert replay(model.params, theirs) != replay(model.params, own)
+
+
+def test_what_is_not_of_the_tokens_or_the_model_is_rejected(model: Model) -> None:
+    routed = model.routed_experts(model.params, TOKENS)
+    for wrong in (routed[:, :-1], routed[:, :, :-1], routed[0]):
+        with pytest.raises(ValueError, match="routed_experts of shape"):
+            model.apply(model.params, TOKENS, routed_experts=wrong)
+    dense = random_model()
+    with pytest.raises(ValueError, match="has no experts"):
+        dense.routed_experts(dense.params, TOKENS)
+    with pytest.raises(ValueError, match="routed_experts of shape"):
+        dense.apply(dense.params, TOKENS, routed_experts=routed)
