@@ -58,6 +58,7 @@ from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress, auto_dtype, deferred
+from jaxinfer.weights.native.manifest import is_converted
 from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
@@ -358,6 +359,30 @@ def open_model(
     _warn_of_others(files, model)
     params = _filled(files, model, deferred(model.dtype), progress, check_finite)
     return files, model.replace(params=params)
+
+
+def open_weights(folder: str, served: Model, config: ResolvedEngine, *, family: str = "auto") -> Model:
+    """Return the model of a folder of safetensors in the form of a served model, with lazily read parameters, for
+    `jaxinfer.served.ServedModel.stage`.
+
+    Args:
+        served: the model, as `start_engine` returned it; only its description is used.
+        config: settings of its engine.
+        family: see `load_model`.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence with the reason; for values, when they are read.
+        EngineConfigError: it has no weights in ``activation_dtype``.
+    """
+    path = pathlib.Path(folder)
+    if is_converted(path):
+        raise CheckpointError(f"{folder} is converted: weights of a running engine are read from a checkpoint")
+    files, model = _describe(folder, str(served.dtype), family, vision=served.vision is not None)
+    model = shardable_model(model, mesh_for(config))
+    if (type(model.module), model.config) != (type(served.module), served.config):
+        raise CheckpointError(f"{folder}: config.json describes another model than the served one")
+    model = model.replace(params=_filled(files, model, deferred(model.dtype), None, check_finite=False))
+    return model.with_activations(config.activation_dtype)
 
 
 def with_draft(model: Model, config: EngineConfig, load: Callable[[str, Model], Model]) -> Model:

@@ -223,10 +223,15 @@ def added_versions(first: WeightVersions, count: int, then: WeightVersions, more
     return (*before, (version, tokens + then[0][1]), *then[1:]) if same else (*before, (version, tokens), *then)
 
 
+def version_ranges(versions: WeightVersions) -> list[tuple[int, int, int]]:
+    """Return (version, start, end) of the tokens of each version."""
+    ends = list(itertools.accumulate((tokens for _, tokens in versions), initial=0))
+    return [(version, start, start + tokens) for (version, tokens), start in zip(versions, ends, strict=False)]
+
+
 def first_versions(versions: WeightVersions, count: int) -> WeightVersions:
     """Return the versions of the first ``count`` tokens."""
-    ends = list(itertools.accumulate((tokens for _, tokens in versions), initial=0))
-    parts = ((version, min(tokens, count - start)) for (version, tokens), start in zip(versions, ends, strict=False))
+    parts = ((version, min(end, count) - start) for version, start, end in version_ranges(versions))
     return tuple(part for part in parts if part[1] > 0)
 
 

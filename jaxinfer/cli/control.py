@@ -8,24 +8,43 @@ from collections.abc import Sequence
 
 from jaxinfer.cli.parser import Parser
 
-ACTIONS = ("stats", "drain", "abort", "flush")
+ACTIONS = (
+    *("stats", "drain", "abort", "flush"),
+    *("pause", "resume", "abort-all", "sleep", "wake-up", "update-weights", "weight-info"),
+)
+ARGUMENTS = {"abort": "the id of a request", "update-weights": "a folder of weights"}
+"""Actions with an argument, and what it is."""
+MODES = ("wait", "keep", "abort")
 TARGET = "localhost:50052"
 
-_COMMON = ("target", "api_key_file", "ca_file", "within", "tenant", "timeout")
+_COMMON = (
+    "target",
+    "api_key_file",
+    "ca_file",
+    "within",
+    "tenant",
+    "mode",
+    "level",
+    "tags",
+    "weight_version",
+    "timeout",
+)
 _EXAMPLES = (
     "jaxinfer control stats",
     "jaxinfer control drain --within 30 --target localhost:50052",
     "jaxinfer control abort cmpl-17 --tenant alice",
+    "jaxinfer control update-weights run/step-100 --mode keep",
 )
 _ABOUT = """Operate a server over its control port (--control-port): stats prints statistics, drain
-rejects new requests and waits for running ones, abort ends a request, flush clears the prefix cache. Output is JSON."""
+rejects new requests and waits for running ones, abort ends a request, flush clears the prefix cache; pause, resume,
+abort-all, sleep, wake-up, update-weights and weight-info change and show a running engine. Output is JSON."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the flags. A missing or superfluous argument of the action ends the command."""
     parser = Parser("jaxinfer control", _ABOUT, _EXAMPLES, _COMMON)
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=f"action: {', '.join(ACTIONS)}")
-    parser.add_argument("request_id", nargs="?", metavar="ID", help="abort: id of the request")
+    parser.add_argument("argument", nargs="?", metavar="ID|PATH", help="abort: request; update-weights: folder")
     server = parser.add_argument_group("server")
     server.add_argument("--target", default=TARGET, metavar="HOST:PORT", help=f"control address (default: {TARGET})")
     key = "file whose first line is an API key with the scopes admin and observe"
@@ -37,9 +56,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     within = "drain: abort requests that still run after this time (default: the server's drain_seconds)"
     action.add_argument("--within", type=float, metavar="SECONDS", help=within)
     action.add_argument("--tenant", metavar="NAME", help="abort: name of the request's API key (default: any)")
+    mode = f"pause, sleep, update-weights: what becomes of running requests: {', '.join(MODES)}"
+    action.add_argument("--mode", choices=MODES, metavar="MODE", help=mode)
+    level = "sleep: 1: keep a copy of the weights in the host's memory (default), 2: drop them"
+    action.add_argument("--level", type=int, choices=(1, 2), default=1, metavar="LEVEL", help=level)
+    tags = "sleep, wake-up: kv_cache, weights (default: both)"
+    action.add_argument("--tags", nargs="+", default=[], metavar="TAG", help=tags)
+    version = "update-weights: version of the weights (default: the next one)"
+    action.add_argument("--weight-version", type=int, metavar="N", help=version)
     args: argparse.Namespace = parser.parse_args(argv)
-    if args.action == "abort" and args.request_id is None:
-        parser.error("abort needs the id of a request: jaxinfer control abort ID")
-    if args.action != "abort" and args.request_id is not None:
-        parser.error(f"{args.request_id} is one word too many")
+    if (what := ARGUMENTS.get(args.action)) is not None and args.argument is None:
+        parser.error(f"{args.action} needs {what}: jaxinfer control {args.action} ...")
+    if args.action not in ARGUMENTS and args.argument is not None:
+        parser.error(f"{args.argument} is one word too many")
     return args

@@ -10,12 +10,12 @@ with Client("localhost:50051") as client:
             print(delta.text, end="", flush=True)
 ```
 
-`AsyncClient` has the same methods for asyncio, `Control` loads adapters. docs/client.md describes retries and errors.
+`AsyncClient` has the same methods for asyncio, `Control` is for operators. docs/client.md describes retries and errors.
 """
 
 from jaxinfer.client.aio import AsyncClient, AsyncStream
 from jaxinfer.client.connect import TLS, RetryPolicy
-from jaxinfer.client.control import AsyncControl, Control, Lora
+from jaxinfer.client.control import AsyncControl, Control, EngineState, Lora, WeightInfo, WeightUpdate
 from jaxinfer.client.errors import (
     AlreadyExists,
     Cancelled,
@@ -64,6 +64,7 @@ __all__ = [
     "Control",
     "DeadlineExceeded",
     "Delta",
+    "EngineState",
     "FailedPrecondition",
     "GenerateOptions",
     "Health",
@@ -92,4 +93,6 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Usage",
+    "WeightInfo",
+    "WeightUpdate",
 ]

@@ -1,4 +1,4 @@
-"""Client of a server's control port: statistics, requests, the prefix cache, LoRA adapters."""
+"""Client of a server's control port: statistics, requests, the prefix cache, LoRA adapters, weights, pauses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from jaxinfer.client.translate import translated, translated_async
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 
+MODES = ("wait", "keep", "abort")
+"""What becomes of running requests: see `Control.pause`."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lora:
@@ -34,6 +37,36 @@ class Lora:
     identity: str
     rank: int
     parent: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineState:
+    """State of a server's engine.
+
+    Attributes:
+        weight_version: version of the served weights; 0: those of the start.
+        is_paused: it computes nothing until `Control.resume`.
+        asleep: what has no memory: "kv_cache", "weights".
+    """
+
+    weight_version: int
+    is_paused: bool
+    asleep: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightUpdate(EngineState):
+    """State after an update of weights, their bytes, and the seconds for placing and exchanging them."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightInfo(EngineState):
+    """State, and a digest of each parameter by path, if asked for."""
+
+    checksums: Mapping[str, str]
 
 
 class _Connected:
@@ -144,6 +177,70 @@ class Control(_Connected):
             answer = self._stub.ListLoras(pb.ListLorasRequest(), **self._settings(timeout))
         return [read_lora(lora) for lora in answer.loras]
 
+    def pause(self, mode: str | None = None, *, timeout: float | None = None) -> EngineState:
+        """Compute nothing until `resume`; requests queue.
+
+        Args:
+            mode: "wait" (the default): requests that have begun end first; "keep": they go on later; "abort": they end.
+        """
+        request = pause_request(mode)
+        with translated(self._explain):
+            return read_state(self._stub.Pause(request, **self._settings(timeout)))
+
+    def resume(self, *, timeout: float | None = None) -> EngineState:
+        """Go on after `pause`. `InvalidRequest`: something is asleep."""
+        with translated(self._explain):
+            return read_state(self._stub.Resume(pb.ResumeRequest(), **self._settings(timeout)))
+
+    def abort_all(self, *, timeout: float | None = None) -> int:
+        """Abort all requests and return their number."""
+        with translated(self._explain):
+            return int(self._stub.AbortAll(pb.AbortAllRequest(), **self._settings(timeout)).aborted)
+
+    def sleep(
+        self, level: int = 1, tags: Sequence[str] = (), *, mode: str | None = None, timeout: float | None = None
+    ) -> EngineState:
+        """Free device memory until `wake_up`; requests queue.
+
+        Args:
+            level: 1: weights are copied to the host's memory; 2: they are dropped.
+            tags: "kv_cache", "weights"; none: both.
+            mode: see `pause`; the default is "keep".
+        """
+        request = sleep_request(level, tags, mode)
+        with translated(self._explain):
+            return read_state(self._stub.Sleep(request, **self._settings(timeout)))
+
+    def wake_up(self, tags: Sequence[str] = (), *, timeout: float | None = None) -> EngineState:
+        """Take back what `sleep` freed; no tags: all of it."""
+        with translated(self._explain):
+            return read_state(self._stub.WakeUp(pb.WakeUpRequest(tags=tags), **self._settings(timeout)))
+
+    def update_weights(
+        self, path: str, *, weight_version: int | None = None, mode: str | None = None, timeout: float | None = None
+    ) -> WeightUpdate:
+        """Serve new weights, all of them from one step on.
+
+        Args:
+            path: folder of safetensors on the server, below its ``weights_root``.
+            weight_version: above that of the served weights (None: by 1).
+            mode: see `pause`; "keep": requests go on under the new weights. The default is "wait", or "keep" if the
+                engine is paused.
+
+        Raises:
+            FailedPrecondition: the server reads no weights.
+            InvalidRequest: the weights cannot be served; the old ones stay.
+        """
+        request = update_request(path, weight_version, mode)
+        with translated(self._explain):
+            return read_update(self._stub.UpdateWeights(request, **self._settings(timeout)))
+
+    def weight_info(self, *, checksums: bool = False, timeout: float | None = None) -> WeightInfo:
+        """Return the state of the engine and, with ``checksums``, a digest of each parameter by path."""
+        request = pb.WeightInfoRequest(checksums=checksums)
+        with translated(self._explain):
+            return read_info(self._stub.WeightInfo(request, **self._settings(timeout)))
+
 
 class AsyncControl(_Connected):
     """`Control` for asyncio. Create it where the loop runs."""
@@ -203,6 +300,49 @@ class AsyncControl(_Connected):
             answer = await self._stub.ListLoras(pb.ListLorasRequest(), **self._settings(timeout))
         return [read_lora(lora) for lora in answer.loras]
 
+    async def pause(self, mode: str | None = None, *, timeout: float | None = None) -> EngineState:
+        """See `Control.pause`."""
+        request = pause_request(mode)
+        async with translated_async(self._explain):
+            return read_state(await self._stub.Pause(request, **self._settings(timeout)))
+
+    async def resume(self, *, timeout: float | None = None) -> EngineState:
+        """See `Control.resume`."""
+        async with translated_async(self._explain):
+            return read_state(await self._stub.Resume(pb.ResumeRequest(), **self._settings(timeout)))
+
+    async def abort_all(self, *, timeout: float | None = None) -> int:
+        """See `Control.abort_all`."""
+        async with translated_async(self._explain):
+            return int((await self._stub.AbortAll(pb.AbortAllRequest(), **self._settings(timeout))).aborted)
+
+    async def sleep(
+        self, level: int = 1, tags: Sequence[str] = (), *, mode: str | None = None, timeout: float | None = None
+    ) -> EngineState:
+        """See `Control.sleep`."""
+        request = sleep_request(level, tags, mode)
+        async with translated_async(self._explain):
+            return read_state(await self._stub.Sleep(request, **self._settings(timeout)))
+
+    async def wake_up(self, tags: Sequence[str] = (), *, timeout: float | None = None) -> EngineState:
+        """See `Control.wake_up`."""
+        async with translated_async(self._explain):
+            return read_state(await self._stub.WakeUp(pb.WakeUpRequest(tags=tags), **self._settings(timeout)))
+
+    async def update_weights(
+        self, path: str, *, weight_version: int | None = None, mode: str | None = None, timeout: float | None = None
+    ) -> WeightUpdate:
+        """See `Control.update_weights`."""
+        request = update_request(path, weight_version, mode)
+        async with translated_async(self._explain):
+            return read_update(await self._stub.UpdateWeights(request, **self._settings(timeout)))
+
+    async def weight_info(self, *, checksums: bool = False, timeout: float | None = None) -> WeightInfo:
+        """See `Control.weight_info`."""
+        request = pb.WeightInfoRequest(checksums=checksums)
+        async with translated_async(self._explain):
+            return read_info(await self._stub.WeightInfo(request, **self._settings(timeout)))
+
 
 def load_request(lora_name: str, lora_path: str, load_inplace: bool) -> pb.LoadLoraRequest:
     """Build the message. Raises ValueError: a value that the message cannot carry."""
@@ -226,6 +366,33 @@ def abort_request(request_id: str, tenant: str | None) -> pb.AbortRequest:
     if tenant is not None:
         set_field(request, "tenant", tenant)
     return request
+
+
+def pause_request(mode: str | None) -> pb.PauseRequest:
+    """Build the message. Raises ValueError: there is no such mode."""
+    return pb.PauseRequest(mode=_mode(mode))
+
+
+def sleep_request(level: int, tags: Sequence[str], mode: str | None) -> pb.SleepRequest:
+    """Build the message. Raises ValueError: a value that the message cannot carry."""
+    request = pb.SleepRequest(tags=tags, mode=_mode(mode))
+    set_field(request, "level", level)
+    return request
+
+
+def update_request(path: str, weight_version: int | None, mode: str | None) -> pb.UpdateWeightsRequest:
+    """Build the message. Raises ValueError: a value that the message cannot carry."""
+    request = pb.UpdateWeightsRequest(mode=_mode(mode))
+    set_field(request, "path", path)
+    if weight_version is not None:
+        set_field(request, "weight_version", weight_version)
+    return request
+
+
+def _mode(mode: str | None) -> Any:
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
+    return pb.PauseMode.Value(f"PAUSE_MODE_{(mode or 'unspecified').upper()}")
 
 
 def drain_request(within: float | None) -> pb.DrainRequest:
@@ -254,3 +421,19 @@ def _plain(value: Any) -> Any:
 
 def read_lora(lora: pb.Lora) -> Lora:
     return Lora(lora.name, lora.path, lora.identity, lora.rank, lora.parent)
+
+
+def read_state(state: pb.EngineState) -> EngineState:
+    return EngineState(state.weight_version, state.is_paused, list(state.asleep))
+
+
+def read_update(answer: pb.UpdateWeightsResponse) -> WeightUpdate:
+    state = answer.state
+    return WeightUpdate(
+        state.weight_version, state.is_paused, list(state.asleep), bytes=answer.bytes, seconds=answer.seconds
+    )
+
+
+def read_info(answer: pb.WeightInfoResponse) -> WeightInfo:
+    state = answer.state
+    return WeightInfo(state.weight_version, state.is_paused, list(state.asleep), checksums=dict(answer.checksums))

@@ -82,6 +82,8 @@ class Delta:
         prompt_logprobs: in output 0's first delta, if requested: of each prompt token except the first. Those of a long
             prompt continue in the next deltas, which have no tokens before the last of them.
         acceptance: in an output's last delta: "typical" where drafts were accepted by that rule; None: exact.
+        weight_version: in an output's last delta: version of the weights that computed its last token.
+        weight_versions: in an output's last delta, if it has several: (version, start, end) of its tokens.
         reasoning, tool_calls: under ``parse``: deltas of the reasoning, and of the calls.
     """
 
@@ -95,6 +97,8 @@ class Delta:
     acceptance: str | None = None
     reasoning: str = ""
     tool_calls: Sequence[ToolCallDelta] = ()
+    weight_version: int | None = None
+    weight_versions: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,8 @@ class Usage:
 class Output(ShortRepr):
     """Output of a request, one of ``n``: its deltas combined. ``finish_reason`` None: the stream has not ended.
     ``acceptance`` is "typical" where drafts were accepted by that rule, which changes tokens; None: exact. Under
-    ``parse`` ``text`` is content, without reasoning and calls."""
+    ``parse`` ``text`` is content, without reasoning and calls. ``weight_version``: version of the weights that computed
+    the last token; ``weight_versions``: if there are several, (version, start, end) of the tokens of each."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -120,6 +125,8 @@ class Output(ShortRepr):
     acceptance: str | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
+    weight_version: int | None = None
+    weight_versions: Sequence[tuple[int, int, int]] = ()
 
     @property
     def message(self) -> dict[str, Any]:
@@ -297,6 +304,7 @@ class Answer:
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
             output.acceptance = delta.acceptance
+            output.weight_version, output.weight_versions = delta.weight_version, delta.weight_versions
         return delta
 
 
@@ -313,6 +321,8 @@ def read_delta(delta: pb.Delta) -> Delta:
         delta.acceptance if delta.HasField("acceptance") else None,
         delta.reasoning,
         [_read_call(call) for call in delta.tool_calls] if delta.tool_calls else (),
+        delta.weight_version if delta.HasField("weight_version") else None,
+        [(each.version, each.start, each.end) for each in delta.weight_versions] if delta.weight_versions else (),
     )
 
 

@@ -26,17 +26,17 @@ def adapter_folder(root: pathlib.Path, path: str) -> pathlib.Path:
     if not path or "\0" in path or ".." in wanted.parts:
         raise AdapterError(f"{said} is not a path below the folder of adapters")
     top = root.resolve()
-    folder = _below(top, top / wanted)
+    folder = path_below(top, top / wanted)
     if folder is None or not folder.is_dir():
         raise AdapterError(f"{said} is no folder below the folder of adapters")
     for name in (CONFIG_FILE, TENSORS_FILE, PICKLED_FILE):
         found = folder / name
-        if (found.exists() or found.is_symlink()) and not _is_file_below(top, found):
+        if (found.exists() or found.is_symlink()) and not is_file_below(top, found):
             raise AdapterError(f"{said}: {name} is no regular file below the folder of adapters")
     return folder
 
 
-def _below(top: pathlib.Path, path: pathlib.Path) -> pathlib.Path | None:
+def path_below(top: pathlib.Path, path: pathlib.Path) -> pathlib.Path | None:
     """Return the path with links resolved; None if it does not exist or is not below ``top``."""
     try:
         real = path.resolve(strict=True)
@@ -45,6 +45,7 @@ def _below(top: pathlib.Path, path: pathlib.Path) -> pathlib.Path | None:
     return real if real.is_relative_to(top) else None
 
 
-def _is_file_below(top: pathlib.Path, path: pathlib.Path) -> bool:
-    real = _below(top, path)
+def is_file_below(top: pathlib.Path, path: pathlib.Path) -> bool:
+    """Whether the path, with links resolved, is a regular file below ``top``, which has no links."""
+    real = path_below(top, path)
     return real is not None and real.is_file()

@@ -22,6 +22,7 @@ from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Sup
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.frontend.loras import LoRAs
+from jaxinfer.serve.frontend.operations import Operations
 from jaxinfer.serve.frontend.parser_settings import model_parsers
 from jaxinfer.serve.grpc import oip
 from jaxinfer.serve.grpc.server import GrpcServers, Service
@@ -63,6 +64,7 @@ class Server:
         background: background tasks.
         frontend: front end; None until the engine is READY for the first time.
         kv_events: KV events of the engine.
+        operations: what operators may change while it runs.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Server:
         self.kv_events = KvEventsEndpoint(config, replicas, lambda: self._supervisor.card.name)
         self._supervisor = Supervisor(config, command, prepare=self._prepare, kv_events=self.kv_events.take)
         self._loras = self._adapters()
+        root = None if config.weights_root is None else pathlib.Path(config.weights_root)
+        self.operations = Operations(self._supervisor, root)
         metrics = ServerMetrics(self)
         self._requests = RequestLog(config.log_requests)
         self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed, log=self._requests)
@@ -93,6 +97,7 @@ class Server:
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
             operated=config.api_keys is not None or is_loopback(config.host),
             stream_ping_seconds=config.stream_ping_seconds,
+            operations=self.operations,
         )
         self._grpc = GrpcServers(
             config,
@@ -341,6 +346,7 @@ class Server:
     async def _prepare(self, link: CoreLink, card: ModelCard, get_on: Callable[[], None]) -> None:
         if self._loras is not None:
             await self._loras.restore(link, card.name, get_on)
+        await self.operations.restore(link)
 
     @property
     def _parted(self) -> bool:

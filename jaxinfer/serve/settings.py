@@ -176,6 +176,17 @@ class LoRAModulesConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """Weights that operators change while the server runs.
+
+    Attributes:
+        weights_root: folder below which operators may read new weights (default: they may read none).
+    """
+
+    weights_root: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeoutConfig:
     """Timeouts and connection limits.
 
@@ -255,6 +266,7 @@ class ServeConfig(
     GroupConfig,
     TimeoutConfig,
     KvEventsConfig,
+    WeightsConfig,
     LoRAModulesConfig,
     AnswerConfig,
     AccessConfig,
@@ -371,6 +383,7 @@ def _check(config: ServeConfig) -> None:
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
     _check_group(config)
     _check_loras(config)
+    _check_weights(config)
     if (refused := refusal(config, config.engine.enable_prefix_caching)) is not None:
         _require(False, *refused)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
@@ -425,6 +438,13 @@ def _check_loras(config: ServeConfig) -> None:
         parse_modules(config.lora_modules, config.served_model_name)
     except ValueError as error:
         raise ServeConfigError(f"lora_modules: {error}") from error
+
+
+def _check_weights(config: ServeConfig) -> None:
+    root = config.weights_root
+    _require(root is None or pathlib.Path(root).is_dir(), "weights_root", root, "must be a folder")
+    both = f"and num_processes = {config.num_processes} exclude each other"
+    _require(root is None or config.num_processes == 1, "weights_root", root, both)
 
 
 def _check_exposure(config: ServeConfig, guarded: bool) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
 
-from jaxinfer.client import TLS, Control, ServerError
+from jaxinfer.client import TLS, Control, EngineState, ServerError
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +31,27 @@ def _answer(control: Control, args: argparse.Namespace) -> dict[str, Any]:
         case "drain":
             return {"aborted": control.drain(args.within)}
         case "abort":
-            control.abort(args.request_id, tenant=args.tenant)
+            control.abort(args.argument, tenant=args.tenant)
             return {}
-        case _:
+        case "flush":
             return {"pages": control.flush_prefix_cache()}
+        case "abort-all":
+            return {"aborted": control.abort_all()}
+        case _:
+            return dataclasses.asdict(_changed(control, args))
+
+
+def _changed(control: Control, args: argparse.Namespace) -> EngineState:
+    match args.action:
+        case "pause":
+            return control.pause(args.mode)
+        case "resume":
+            return control.resume()
+        case "sleep":
+            return control.sleep(args.level, args.tags, mode=args.mode)
+        case "wake-up":
+            return control.wake_up(args.tags)
+        case "update-weights":
+            return control.update_weights(args.argument, weight_version=args.weight_version, mode=args.mode)
+        case _:
+            return control.weight_info(checksums=True)

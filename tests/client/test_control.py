@@ -15,6 +15,7 @@ from jaxinfer.serve.frontend.loras import LoRAs
 from tests.client.serving import Served, served
 from tests.lora.fakes import write_number
 from tests.serve.fake_engine import Mischief
+from tests.serve.fake_weights import digest_of, write_fake_weights
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +123,73 @@ def test_what_cannot_be_sent_is_no_call(server: Served) -> None:
         assert repr(control) == f"<Control {target(server)}>"
     with pytest.raises(ValueError, match="http://"):
         c.Control("http://localhost:1")
+
+
+def test_weights_change_and_the_engine_pauses(tmp_path: pathlib.Path) -> None:
+    write_fake_weights(tmp_path / "a", "new")
+    with served(Mischief(seconds=0.005), weights_root=str(tmp_path)) as run:
+        address = target(run)
+        with c.Control(address, timeout=20) as control, c.Client(run.target, timeout=20) as client:
+            assert control.weight_info() == c.WeightInfo(0, False, [], checksums={})
+            assert client.generate("Hi", max_tokens=2).outputs[0].weight_version == 0
+            with client.stream("Hi", max_tokens=300, ignore_eos=True) as stream:
+                deltas = [next(stream)]
+                update = control.update_weights("a", weight_version=3, mode="keep")
+                assert (update.weight_version, update.bytes, update.seconds, update.is_paused) == (3, 3, 0.5, False)
+                deltas += list(stream)
+            assert [delta.weight_version for delta in deltas] == [None] * (len(deltas) - 1) + [3]
+            first, second = deltas[-1].weight_versions
+            assert (first[:2], second[0], second[2], first[2]) == ((0, 0), 3, 300, second[1])
+            output = client.generate("Hi", max_tokens=2).outputs[0]
+            assert (output.weight_version, output.weight_versions) == (3, ())
+            assert control.weight_info(checksums=True).checksums == {"text": digest_of("new")}
+            assert control.pause("keep").is_paused
+            assert control.abort_all() == 0
+            assert not control.resume().is_paused
+            assert control.sleep(2, ["weights"], mode="wait").asleep == ["weights"]
+            with pytest.raises(c.InvalidRequest):
+                control.resume()
+            assert control.wake_up(["weights"]).asleep == []
+            with pytest.raises(c.InvalidRequest) as refused:
+                control.update_weights("a", weight_version=3)
+            assert refused.value.field == "weight_version"
+            for wrong in (lambda: control.pause("now"), lambda: control.update_weights("a", mode="now")):
+                with pytest.raises(ValueError, match="now"):
+                    wrong()
+
+        async def story() -> None:
+            async with c.AsyncControl(address, timeout=20) as control:
+                assert (await control.pause("abort")).is_paused
+                assert (await control.update_weights("a")).weight_version == 4
+                assert await control.abort_all() == 0
+                assert not (await control.resume()).is_paused
+                assert (await control.sleep()).asleep == ["kv_cache", "weights"]
+                assert (await control.wake_up()).asleep == []
+                assert (await control.weight_info()).weight_version == 4
+
+        asyncio.run(story())
+
+
+def test_a_server_without_weights_root_reads_none(server: Served) -> None:
+    with c.Control(target(server), timeout=20) as control, pytest.raises(c.FailedPrecondition):
+        control.update_weights("a")
+
+
+def test_the_command_changes_a_running_engine(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_fake_weights(tmp_path / "a", "new")
+    with served(weights_root=str(tmp_path)) as run:
+
+        def control(*words: str) -> dict[str, object]:
+            assert main(["control", *words, "--target", target(run)]) == 0
+            return json.loads(capsys.readouterr().out)
+
+        state = {"weight_version": 6, "is_paused": False, "asleep": []}
+        assert control("update-weights", "a", "--weight-version", "6") == state | {"bytes": 3, "seconds": 0.5}
+        assert control("pause", "--mode", "keep") == state | {"is_paused": True}
+        assert control("resume") == state
+        assert control("abort-all") == {"aborted": 0}
+        assert control("sleep", "--level", "2", "--tags", "kv_cache")["asleep"] == ["kv_cache"]
+        assert control("wake-up") == state
+        assert control("weight-info") == state | {"checksums": {"text": digest_of("new")}}
+        for words in (["update-weights"], ["resume", "now"], ["pause", "--mode", "now"]):
+            assert main(["control", *words, "--target", target(run)]) == 2

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+from jaxinfer.engine.core import Pace
 from jaxinfer.kv.journal import Journal
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from jaxinfer.types import FinishReason, Request, SequenceDelta
@@ -90,6 +91,7 @@ class FakeEngine:
         return SequenceDelta(sample.request.request_id, sample.index, [token], [], reason)
 
     config = limits = loras = None
+    pace = Pace.RUNNING
 
     def stats(self):
         raise NotImplementedError

@@ -23,6 +23,7 @@ from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.grpc import auth
 from jaxinfer.serve.http.app import ENDPOINTS, Endpoint
 from jaxinfer.serve.settings import ServeConfig
+from tests.serve.fake_weights import write_fake_weights
 from tests.serve.live import Live, live_fake
 
 PAGES = (
@@ -38,8 +39,10 @@ NESTED = ("limits", "engine")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Yield a server over the fake engine with the name of the demo model."""
-    with live_fake(tmp_path_factory.mktemp("model"), "demo", control_port=0) as found:
+    """Yield a server over the fake engine with the name of the demo model, and with weights to change to."""
+    root = tmp_path_factory.mktemp("weights")
+    write_fake_weights(root / "step-100", "new")
+    with live_fake(tmp_path_factory.mktemp("model"), "demo", control_port=0, weights_root=str(root)) as found:
         yield found
 
 
@@ -75,7 +78,7 @@ def commands(pages: dict[str, str], module: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("README.md", 1), ("docs/serving.md", 3), ("docs/client.md", 4), ("docs/http_api.md", 1)]
+    ("name", "count"), [("README.md", 1), ("docs/serving.md", 4), ("docs/client.md", 4), ("docs/http_api.md", 1)]
 )
 def test_programs_run(name: str, count: int, pages: dict, server: Live, capsys: pytest.CaptureFixture[str]) -> None:
     programs = [block for block in blocks(pages[name], "python") if "localhost" in block]
@@ -93,7 +96,7 @@ def test_the_client_of_the_readme_has_ten_lines(pages: dict[str, str]) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_commands_run(page: str, server: Live) -> None:
     lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines() if line]
-    assert len(lines) == 3
+    assert len(lines) == 5
     for line in lines:
         command = [*shlex.split(here(line, server)), "--fail", "--silent", "--show-error"]
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
@@ -109,6 +112,7 @@ def test_servers_of_the_pages_could_be_started(
     assert len(found) >= 5
     for arguments in found:
         here = [word.replace("/etc/jaxinfer/", "configs/deployments/") for word in arguments]
+        here = [word.replace("/checkpoints", "configs") for word in here]
         assert door.parse(here).configuration.model
 
 

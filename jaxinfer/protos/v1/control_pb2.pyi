@@ -7,6 +7,17 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_KEEP: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "output_index", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -250,3 +261,90 @@ class ListLorasResponse(_message.Message):
     LORAS_FIELD_NUMBER: _ClassVar[int]
     loras: _containers.RepeatedCompositeFieldContainer[Lora]
     def __init__(self, loras: _Optional[_Iterable[_Union[Lora, _Mapping]]] = ...) -> None: ...
+
+class EngineState(_message.Message):
+    __slots__ = ("weight_version", "is_paused", "asleep")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    weight_version: int
+    is_paused: bool
+    asleep: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, weight_version: _Optional[int] = ..., is_paused: bool = ..., asleep: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: PauseMode
+    def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortAllRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortAllResponse(_message.Message):
+    __slots__ = ("aborted",)
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    aborted: int
+    def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("level", "tags", "mode")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    mode: PauseMode
+    def __init__(self, level: _Optional[int] = ..., tags: _Optional[_Iterable[str]] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class WakeUpRequest(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("path", "weight_version", "mode")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    weight_version: int
+    mode: PauseMode
+    def __init__(self, path: _Optional[str] = ..., weight_version: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("state", "bytes", "seconds")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    state: EngineState
+    bytes: int
+    seconds: float
+    def __init__(self, state: _Optional[_Union[EngineState, _Mapping]] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class WeightInfoRequest(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: bool
+    def __init__(self, checksums: bool = ...) -> None: ...
+
+class WeightInfoResponse(_message.Message):
+    __slots__ = ("state", "checksums")
+    class ChecksumsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    state: EngineState
+    checksums: _containers.ScalarMap[str, str]
+    def __init__(self, state: _Optional[_Union[EngineState, _Mapping]] = ..., checksums: _Optional[_Mapping[str, str]] = ...) -> None: ...

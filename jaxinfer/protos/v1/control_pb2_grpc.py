@@ -84,6 +84,41 @@ class ControlStub(object):
                 request_serializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasRequest.SerializeToString,
                 response_deserializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasResponse.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/jaxinfer.v1.Control/Pause',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/jaxinfer.v1.Control/Resume',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.AbortAll = channel.unary_unary(
+                '/jaxinfer.v1.Control/AbortAll',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.AbortAllRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.AbortAllResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/jaxinfer.v1.Control/Sleep',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.SleepRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/jaxinfer.v1.Control/WakeUp',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/jaxinfer.v1.Control/UpdateWeights',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.WeightInfo = channel.unary_unary(
+                '/jaxinfer.v1.Control/WeightInfo',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.WeightInfoRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.WeightInfoResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -156,6 +191,54 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Nothing is computed until Resume; requests queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """INVALID_ARGUMENT while something is asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortAll(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Device memory is freed until WakeUp; requests queue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """New weights from a folder of safetensors with the names of the model's checkpoint; all of them from one step on. It
+        is FAILED_PRECONDITION where the server was started without weights_root, INVALID_ARGUMENT where the weights cannot
+        be served; the old ones stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WeightInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -208,6 +291,41 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ListLoras,
                     request_deserializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasRequest.FromString,
                     response_serializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.PauseRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.SerializeToString,
+            ),
+            'AbortAll': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortAll,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.AbortAllRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.AbortAllResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.SleepRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.WakeUpRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.EngineState.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'WeightInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.WeightInfo,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.WeightInfoRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.WeightInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -480,6 +598,195 @@ class Control(object):
             '/jaxinfer.v1.Control/ListLoras',
             jaxinfer_dot_v1_dot_control__pb2.ListLorasRequest.SerializeToString,
             jaxinfer_dot_v1_dot_control__pb2.ListLorasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/Pause',
+            jaxinfer_dot_v1_dot_control__pb2.PauseRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/Resume',
+            jaxinfer_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/AbortAll',
+            jaxinfer_dot_v1_dot_control__pb2.AbortAllRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.AbortAllResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/Sleep',
+            jaxinfer_dot_v1_dot_control__pb2.SleepRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/WakeUp',
+            jaxinfer_dot_v1_dot_control__pb2.WakeUpRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/UpdateWeights',
+            jaxinfer_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WeightInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/WeightInfo',
+            jaxinfer_dot_v1_dot_control__pb2.WeightInfoRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.WeightInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

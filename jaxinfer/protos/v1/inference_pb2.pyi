@@ -300,7 +300,7 @@ class Started(_message.Message):
     def __init__(self, seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("output_index", "text", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "prompt_logprobs", "acceptance", "reasoning", "tool_calls")
+    __slots__ = ("output_index", "text", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "prompt_logprobs", "acceptance", "reasoning", "tool_calls", "weight_version", "weight_versions")
     OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +312,8 @@ class Delta(_message.Message):
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     output_index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -323,7 +325,19 @@ class Delta(_message.Message):
     acceptance: str
     reasoning: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallDelta]
-    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., acceptance: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
+    weight_version: int
+    weight_versions: _containers.RepeatedCompositeFieldContainer[WeightRange]
+    def __init__(self, output_index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., acceptance: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ..., weight_version: _Optional[int] = ..., weight_versions: _Optional[_Iterable[_Union[WeightRange, _Mapping]]] = ...) -> None: ...
+
+class WeightRange(_message.Message):
+    __slots__ = ("version", "start", "end")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    end: int
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")

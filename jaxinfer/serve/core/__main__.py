@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import pathlib
 import time
@@ -11,9 +12,10 @@ from typing import Literal
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.group import enter_group, run_follower
@@ -21,6 +23,7 @@ from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.core.summary import summary
+from jaxinfer.served import ServedModel
 from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.weights.open import open_model_files
 
@@ -65,7 +68,23 @@ def build(settings: CoreSettings, report: Report) -> Built:
     _log.info("%s", summary(model, engine.config))
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
     card, journals = describe(model, engine.config, settings, folder), engine.journals() if settings.kv_events else ()
-    return Built(engine, card, str(folder), profiler, journals)
+    if group is not None:
+        return Built(engine, card, str(folder), profiler, journals)
+    served = ServedModel(model, engine, check_finite=settings.check_finite)
+    read = functools.partial(read_weights, served, settings)
+    return Built(engine, card, str(folder), profiler, journals, served, read)
+
+
+def read_weights(served: ServedModel, settings: CoreSettings, folder: str) -> Model:
+    """Open new weights for a served model, see `open_weights`.
+
+    Raises:
+        RequestError: they cannot be served.
+    """
+    try:
+        return open_weights(folder, served.model, served.engine.config, family=settings.family)
+    except (*LOADING_ERRORS, EngineConfigError, OSError) as error:
+        raise RequestError("path", f": {error}") from error
 
 
 def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress: StartProgress) -> Built:

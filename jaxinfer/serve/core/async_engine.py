@@ -11,15 +11,16 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.core import EngineCore, Pace, PauseMode
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.lora.store import LoadedLoRA, LoRAError, LoRAStore
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.serve.core.messages import Pulse
+from jaxinfer.serve.core.pauses import Pauses, Update, Weights
 from jaxinfer.types import FinishReason, LoRARef, Request, SequenceDelta
 
 __all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Stream"]
@@ -93,6 +94,7 @@ class AsyncEngine:
     Args:
         on_end: called by the engine thread when it ends, after a stop or a fault.
         after: called by the engine thread after each step, and after calls that it ran between steps.
+        weights: weights and memory of the engine (a `jaxinfer.served.ServedModel`); None: they do not change.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class AsyncEngine:
         engine: EngineCore,
         on_end: Callable[[Closed], object] | None = None,
         after: Callable[[], object] = lambda: None,
+        weights: Weights | None = None,
     ) -> None:
-        self._engine, self._on_end, self._after = engine, on_end, after
+        self._engine, self._on_end, self._after, self._weights = engine, on_end, after, weights
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._streams: dict[str, Feed] = {}
         self._thread: threading.Thread | None = None
@@ -113,6 +116,8 @@ class AsyncEngine:
         self._counting = threading.Lock()
         self._since: float | None = None  # start of the current activity, monotonic seconds; None: idle
         self._retained = collections.Counter[LoRARef]()
+        self._changing = threading.Lock()  # held by the change of weights or memory that is in progress
+        self._pauses = Pauses(engine, self._abort_all, weights)
 
     # ---- lifecycle
 
@@ -125,7 +130,8 @@ class AsyncEngine:
         self._thread.start()
 
     async def stop(self, drain: bool = True) -> None:
-        """Reject new requests, finish (``drain``) or abort the admitted ones, and return when the thread has ended."""
+        """Reject new requests, finish (``drain``) or abort the admitted ones, and return when the thread has ended. A
+        paused engine aborts them."""
         if self._thread is None:
             return
         with contextlib.suppress(EngineDeadError):
@@ -210,6 +216,118 @@ class AsyncEngine:
         """Check that all slots and pages are accounted for; a leak is a fault that ends the engine."""
         await self._ask(self._engine.check)
 
+    # ---- pauses, sleep and new weights
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is computed until `resume`. False while it drains."""
+        return self._engine.pace is Pace.PAUSED
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the served weights; 0: those of the start."""
+        return self._engine.weight_version
+
+    @property
+    def asleep(self) -> list[str]:
+        """What `sleep` has freed: "kv_cache", "weights", both or nothing."""
+        return [] if self._weights is None else self._weights.asleep
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Compute nothing until `resume`; new requests queue. An engine that is paused already stays as it is.
+
+        Args:
+            mode: "keep": running requests go on later; "abort": they end; "wait": those that have begun end first.
+
+        Raises:
+            RequestError: `resume` was called while it waited.
+        """
+        await asyncio.wrap_future(await self._ask(functools.partial(self._pauses.pause, mode)))
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Raises RequestError while something is asleep."""
+        await self._ask(self._pauses.resume)
+
+    async def abort_all(self) -> int:
+        """Abort all requests and return their number."""
+        return await self._ask(self._abort_all)
+
+    async def update_weights(
+        self, weights: Any, *, version: int | None = None, mode: PauseMode | None = None, **options: bool
+    ) -> Update:
+        """Serve new weights, all of them from the same step on. They are placed next to the served ones in a worker
+        thread, while the engine computes, and exchanged between two steps.
+
+        Args:
+            weights, options: see `jaxinfer.served.ServedModel.stage`; a function that returns them is called in the
+                worker thread.
+            version: see `jaxinfer.served.ServedModel.commit`.
+            mode: what becomes of running requests: "keep": they go on under the new weights; "abort": they end; "wait":
+                those that have begun end first, under the old weights. None: "keep" if the engine is paused, else
+                "wait".
+
+        Raises:
+            RequestError: the weights, the version or the mode cannot be served, or another change is in progress; the
+                served weights are unchanged.
+        """
+        with self._alone() as served:
+            served.require_version(version)
+            staged = await asyncio.to_thread(_staged, served, weights, options)
+            mode = mode or ("keep" if self.is_paused else "wait")
+            return await self._change(mode, functools.partial(served.commit, staged, version))
+
+    async def set_weight_version(self, version: int) -> None:
+        """Number the served weights anew. Raises RequestError unless the version is greater."""
+        with self._alone() as served:
+            await self._ask(lambda: self._engine.swap((), served.require_version(version), restart=False))
+
+    async def sleep(self, level: int = 1, tags: Iterable[str] | None = None, mode: PauseMode = "keep") -> None:
+        """Free device memory until `wake_up`, see `jaxinfer.served.ServedModel.sleep`; requests queue meanwhile.
+
+        Args:
+            tags: what to free; None: everything.
+            mode: see `pause`.
+        """
+        given = () if tags is None else (list(tags),)
+        with self._alone() as served:
+            await self._change(mode, functools.partial(served.sleep, level, *given))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take back what `sleep` freed (None: all of it), and go on unless it was paused before."""
+        given = () if tags is None else (list(tags),)
+        with self._alone() as served:
+            await self._ask(functools.partial(served.wake_up, *given))
+
+    async def weight_checksums(self) -> Mapping[str, str]:
+        """Return a digest of each served parameter, by path."""
+        with self._alone() as served:
+            return await asyncio.to_thread(served.checksums)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[Weights]:
+        """Exclude other changes of weights and memory."""
+        if self._closed is not None:
+            raise self._closed.error()
+        if self._weights is None:
+            raise RequestError("engine", "has weights and memory that do not change while it serves")
+        if not self._changing.acquire(blocking=False):
+            raise RequestError("engine", "is changing its weights or memory: one change at a time")
+        try:
+            yield self._weights
+        finally:
+            self._changing.release()
+
+    async def _change[T](self, mode: PauseMode, change: Callable[[], T]) -> T:
+        """Run a change between two steps, after the running requests have ended as ``mode`` says."""
+        if mode != "wait":
+            return await self._ask(functools.partial(self._pauses.change_now, mode, change))
+        try:
+            await asyncio.wrap_future(await self._ask(self._pauses.drain))
+            return await self._ask(functools.partial(self._pauses.change_drained, change))
+        except BaseException:
+            self._post(self._pauses.end_own)
+            raise
+
     # ---- adapters
 
     async def load_lora(self, name: str, path: str) -> LoadedLoRA:
@@ -273,6 +391,7 @@ class AsyncEngine:
             self._closed = closed
             self._since = None
             self._refuse_waiting(closed)
+            self._pauses.close(closed.error())
             _post((feed, closed) for feed in self._streams.values())
             self._streams.clear()
             if self._on_end is not None:
@@ -290,6 +409,8 @@ class AsyncEngine:
             if stepped:
                 self._deliver(self._engine.step())
                 self._steps += 1
+            if self._pauses.awaited:
+                self._pauses.settle()
             self._after()
             before, self._since = self._since, time.monotonic()
             if stepped and before is not None:
@@ -320,11 +441,18 @@ class AsyncEngine:
             self._engine.abort(request_id)
             del self._streams[request_id]
 
+    def _abort_all(self) -> int:
+        aborted = list(self._streams)
+        for request_id in aborted:
+            self._abort(request_id, None)
+        return len(aborted)
+
     def _stop(self, drain: bool) -> None:
         self._stopping = True
-        if not drain:
-            for request_id in list(self._streams):
-                self._abort(request_id, None)
+        if not drain or self._engine.pace is Pace.PAUSED:
+            self._abort_all()
+        elif self._engine.pace is Pace.DRAINING:
+            self._pauses.resume()
 
     def _deliver(self, deltas: list[SequenceDelta]) -> None:
         """Deliver each delta to its feed, unless the client has disconnected."""
@@ -340,6 +468,10 @@ class AsyncEngine:
                     del self._streams[delta.request_id]
         for feed in _post(mine):
             self._forget(feed)
+
+
+def _staged(served: Weights, weights: Any, options: Mapping[str, bool]) -> Any:
+    return served.stage(weights() if callable(weights) else weights, **options)
 
 
 class Stream(DeltaStream):

@@ -18,6 +18,7 @@ from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.serve.core import messages
+from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import LoRARef, PositionLogprobs, Request, SequenceDelta
 
@@ -184,6 +185,13 @@ class CoreLink:
         self._check()
         self._send(messages.ReleaseLora(ref))
 
+    # ---- operations
+
+    async def operate(self, operation: AnyOperation) -> WeightState:
+        """Change the engine. Raises `RequestError` or `RefusedError` if it cannot; then nothing has changed."""
+        state: WeightState = await self._ask(messages.Operate(next(self._numbers), operation))
+        return state
+
     # ---- other queries
 
     async def check(self) -> None:
@@ -203,7 +211,7 @@ class CoreLink:
         folder: str = await self._ask(messages.Ask(next(self._numbers), "stop_profile"))
         return folder
 
-    async def _ask(self, message: messages.Submit | messages.Ask | messages.LoadLora) -> Any:
+    async def _ask(self, message: messages.Submit | messages.Ask | messages.LoadLora | messages.Operate) -> Any:
         self._check()
         self._answers[message.number] = answer = asyncio.get_running_loop().create_future()
         self._send(message)
@@ -237,17 +245,22 @@ class CoreLink:
                 self._settle(message.number, message.seed)
             case messages.Answer():
                 self._settle(message.number, message.value)
+            case messages.Operated():
+                self._settle(message.number, message.state)
             case messages.Refused():
                 self._refuse(message)
             case _:
                 self._observe(message)
 
     def _take_deltas(self, deltas: messages.Deltas) -> None:
-        streams = self._streams
+        streams, versions = self._streams, ((deltas.version, 1),) if deltas.version else None
         for number, index, token in zip(deltas.streams, deltas.indexes, deltas.tokens, strict=True):
             stream = streams.get(number)
             if stream is not None:  # else its reader has left
-                stream.take(SequenceDelta(stream.request.request_id, index, [token]))
+                delta = SequenceDelta(stream.request.request_id, index, [token])
+                if versions is not None:
+                    delta.weight_versions = versions
+                stream.take(delta)
         for number, delta in deltas.others:
             stream = streams.get(number)
             if stream is not None:

@@ -20,7 +20,16 @@ from jaxinfer.lora.store import LoadedLoRA
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.tenants import own_id
-from jaxinfer.types import ImageInput, LoRARef, PlacedImage, PositionLogprobs, Request, SequenceDelta
+from jaxinfer.serve.core.operations import AnyOperation, WeightState
+from jaxinfer.types import (
+    ImageInput,
+    LoRARef,
+    PlacedImage,
+    PositionLogprobs,
+    Request,
+    SequenceDelta,
+    WeightVersions,
+)
 
 METHOD = "/jaxinfer.internal.Core/Serve"
 """gRPC method of a core: its only call, one stream of encoded messages in each direction, lasts as long as the core."""
@@ -87,6 +96,13 @@ class ReleaseLora(Message):
     """Releases one load of an adapter, which no further request will use. No answer."""
 
     lora: LoRARef
+
+
+class Operate(Message):
+    """Changes the engine. Answered by `Operated` or `Refused` with the same number."""
+
+    number: int
+    operation: AnyOperation
 
 
 class Stop(Message):
@@ -158,16 +174,25 @@ class Answer(Message):
     value: EngineStats | LoadedLoRA | int | str | None = None
 
 
+class Operated(Message):
+    """The state of the engine after an operation."""
+
+    number: int
+    state: WeightState
+
+
 class Deltas(Message):
     """Deltas of one step, or of an abort, each with the number of its stream.
 
     Most deltas have one token and nothing else; these are stored in columns: numbers, sample indices and tokens.
+    ``version``: weight version of those tokens.
     """
 
     streams: Sequence[int]
     indexes: Sequence[int]
     tokens: Sequence[int]
     others: Sequence[tuple[int, SequenceDelta]]
+    version: int = 0
 
 
 class Part(Message):
@@ -226,10 +251,10 @@ class KvEvents(Message):
         return sum(len(run.tokens) for run in self.stored) + sum(map(len, hashes))
 
 
-ToCore = Submit | Abort | Leave | Ask | LoadLora | UnloadLora | ReleaseLora | Stop
+ToCore = Submit | Abort | Leave | Ask | LoadLora | UnloadLora | ReleaseLora | Operate | Stop
 Lifecycle = StartupEvent | Ready | Failed | Fault | Pulse | KvEvents
 """Messages that concern no single request or question."""
-FromCore = Accepted | Refused | Answer | Deltas | Part | Lifecycle
+FromCore = Accepted | Refused | Answer | Operated | Deltas | Part | Lifecycle
 
 # ---- codec
 
@@ -345,6 +370,7 @@ def deltas_of(numbered: Iterable[tuple[int, SequenceDelta]]) -> Deltas:
     indexes: list[int] = []
     tokens: list[int] = []
     others: list[tuple[int, SequenceDelta]] = []
+    versions: WeightVersions | None = None  # of the tokens in columns
     for number, delta in numbered:
         ids = delta.token_ids
         if (
@@ -354,13 +380,15 @@ def deltas_of(numbered: Iterable[tuple[int, SequenceDelta]]) -> Deltas:
             and delta.cached_tokens is None
             and delta.prompt_logprobs is None
             and not delta.draft_tokens
+            and (delta.weight_versions == versions or versions is None)
         ):
+            versions = delta.weight_versions
             streams.append(number)
             indexes.append(delta.index)
             tokens.append(ids[0])
         else:
             others.append((number, delta))
-    return Deltas(streams, indexes, tokens, others)
+    return Deltas(streams, indexes, tokens, others, versions[0][0] if versions else 0)
 
 
 def is_large(delta: SequenceDelta) -> bool:

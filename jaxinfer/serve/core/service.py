@@ -26,7 +26,10 @@ from jaxinfer.serve.api.streams import Closed, EngineDeadError
 from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
+from jaxinfer.serve.core.operate import operate
+from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.core.outbox import Outbox
+from jaxinfer.serve.core.pauses import Weights
 from jaxinfer.types import Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
@@ -59,7 +62,8 @@ class Built:
     """An engine that is ready, with its metadata for the front end. ``folder``: folder of tokenizer and template;
     ``journals``: cache journals of the engine's replicas, if KV events are enabled.
 
-    ``engine`` is None in a process that follows another one: it takes no requests.
+    ``engine`` is None in a process that follows another one: it takes no requests. ``weights``: see `AsyncEngine`;
+    ``read_weights``: reads those of a folder, in any thread; raises RequestError if they cannot be served.
     """
 
     engine: EngineCore | None
@@ -67,6 +71,8 @@ class Built:
     folder: str
     profiler: Profiler | None = None
     journals: Sequence[Journal] = ()
+    weights: Weights | None = None
+    read_weights: Callable[[str], Any] | None = None
 
 
 async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...] = ()) -> int:
@@ -117,7 +123,7 @@ class _Core:
         self._feeds: dict[int, _Feed] = {}
         self._sending: dict[int, asyncio.Task[None]] = {}  # senders of large deltas, by stream number
         self._engine: AsyncEngine | None = None
-        self._profiler: Profiler | None = None
+        self._built: Built | None = None
         self._taken = False
         self._left = loop.create_future()  # set when the front end requests the end, or is gone
         self._ended = loop.create_future()  # set when the stream is over
@@ -161,8 +167,10 @@ class _Core:
             if built.journals
             else _silent
         )
-        engine = AsyncEngine(built.engine, lambda closed: self._from_thread(_settle, ended, closed), tell)
-        self._engine, self._profiler = engine, built.profiler
+        engine = AsyncEngine(
+            built.engine, lambda closed: self._from_thread(_settle, ended, closed), tell, built.weights
+        )
+        self._engine, self._built = engine, built
         engine.start()
         gc.collect()
         gc.freeze()  # existing objects stay: collections skip them from now on
@@ -233,6 +241,8 @@ class _Core:
                 self._spawn(self._answer(message.number, self._answer_to(message.question)))
             case messages.LoadLora():
                 self._spawn(self._answer(message.number, self._load_lora(message)))
+            case messages.Operate():
+                self._spawn(self._answer(message.number, self._operate(message.operation)))
             case messages.UnloadLora():
                 self._drop(AsyncEngine.unload_lora, message.name)
             case messages.ReleaseLora():
@@ -275,8 +285,11 @@ class _Core:
 
     async def _answer(self, number: int, working: Coroutine[Any, Any, Any]) -> None:
         try:
-            self._send(messages.Answer(number, await working))
-        except (EngineDeadError, LoRAError, RuntimeError, MemoryError) as error:
+            value = await working
+            self._send((messages.Operated if isinstance(value, WeightState) else messages.Answer)(number, value))
+        except RequestError as error:
+            self._send(_refusal(number, error))
+        except (EngineDeadError, LoRAError, RuntimeError, MemoryError, OSError) as error:
             self._send(messages.Refused(number, "question", str(error) or type(error).__name__))
 
     async def _load_lora(self, message: messages.LoadLora) -> LoadedLoRA:
@@ -296,9 +309,14 @@ class _Core:
             case "check":
                 await engine.check()
                 return None
-        if self._profiler is None:
+        profiler = None if self._built is None else self._built.profiler
+        if profiler is None:
             raise RuntimeError("profiling is off: the server was started without profile_dir")
-        return await asyncio.to_thread(self._profiler.start if question == "start_profile" else self._profiler.stop)
+        return await asyncio.to_thread(profiler.start if question == "start_profile" else profiler.stop)
+
+    async def _operate(self, operation: AnyOperation) -> WeightState:
+        read = None if self._built is None else self._built.read_weights
+        return await operate(self._running(), operation, read)
 
     def _running(self) -> AsyncEngine:
         if self._engine is None:

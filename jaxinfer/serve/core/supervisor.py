@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.lora.store import LoadedLoRA, LoRAError
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.api.streams import EngineDeadError
@@ -21,6 +22,7 @@ from jaxinfer.serve.core.backend import BackendStream
 from jaxinfer.serve.core.child import Child
 from jaxinfer.serve.core.link import CoreLink, RefusedError
 from jaxinfer.serve.core.messages import Failed, Fault, KvEvents, Lifecycle, Pulse, Ready, StartupEvent
+from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.types import LoRARef, Request
 
@@ -33,7 +35,8 @@ _LAST_WORDS_SECONDS = 0.5
 LEAST_STEP_TIMEOUT, STEPS = 10.0, 20.0
 """Default of ``step_timeout``: minimum in seconds, and multiple of the 99th percentile of the step times."""
 LONGEST_DOUBT = 60.0
-"""Seconds up to which a step limit that may be too short is doubled, and limit while a profile starts or stops."""
+"""Seconds up to which a step limit that may be too short is doubled, and limit while a profile starts or stops, or
+weights or memory change."""
 _STARTING = "the engine is starting"
 _ENOUGH_STEPS = 1000  # of one core, after which the step times of earlier cores are dropped
 
@@ -44,8 +47,8 @@ _log = logging.getLogger("jaxinfer.serve.supervisor")
 
 
 Prepare = Callable[[CoreLink, ModelCard, Callable[[], None]], Awaitable[None]]
-"""Preparation of each core that has started, before it is READY; calls its last argument on progress. A `LoRAError`
-ends the core, and is a permanent failure if no core was READY before."""
+"""Preparation of each core that has started, before it is READY; calls its last argument on progress. A `LoRAError`, a
+`RequestError` or a `RefusedError` ends the core, and is a permanent failure if no core was READY before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Supervisor:
         self._alone = config.num_processes == 1
         self._p99 = 0.0  # of the steps of this core or an earlier one, whichever is more
         self._doubt = 0.0
-        self._profiling = 0  # profile calls in flight, which block a core
+        self._long_calls = 0  # calls in flight that may block a core for long
 
     # ---- state
 
@@ -205,7 +208,7 @@ class Supervisor:
 
     async def start_profile(self) -> None:
         """Start a profile. Raises `ServeError` if no trace folder is set, a profile runs, or no core is READY."""
-        with self._during_profile():
+        with self._during_long_call():
             await _answered(lambda: self._link().start_profile())
 
     async def stop_profile(self) -> str:
@@ -214,16 +217,21 @@ class Supervisor:
         Raises:
             ServeError: no profile is running, or no core is READY.
         """
-        with self._during_profile():
+        with self._during_long_call():
             return await _answered(lambda: self._link().stop_profile())
 
+    async def operate(self, operation: AnyOperation) -> WeightState:
+        """See `CoreLink.operate`. Raises EngineDeadError if no core is READY."""
+        with self._during_long_call():
+            return await self._link().operate(operation)
+
     @contextlib.contextmanager
-    def _during_profile(self) -> Iterator[None]:
-        self._profiling += 1
+    def _during_long_call(self) -> Iterator[None]:
+        self._long_calls += 1
         try:
             yield
         finally:
-            self._profiling -= 1
+            self._long_calls -= 1
 
     # ---- sequence of cores
 
@@ -316,7 +324,7 @@ class Supervisor:
             return self._config.group_timeout
         if self._config.step_timeout is not None:
             return self._config.step_timeout
-        least = LONGEST_DOUBT if self._profiling else LEAST_STEP_TIMEOUT
+        least = LONGEST_DOUBT if self._long_calls else LEAST_STEP_TIMEOUT
         return max(least, STEPS * self._p99, self._doubt)
 
     def _observe(self, message: Lifecycle) -> None:
@@ -348,7 +356,7 @@ class Supervisor:
     async def _prepared(self, child: Child, preparing: Awaitable[None], card: ModelCard, folder: str) -> None:
         try:
             await preparing
-        except LoRAError as error:
+        except (LoRAError, RequestError, RefusedError) as error:
             child.link.stop()
             self._cannot_start(str(error))
         except EngineDeadError:

@@ -16,7 +16,7 @@ from jaxinfer.serve.core.backend import Backend, BackendStream
 from jaxinfer.serve.telemetry.tracing import NOTHING, Trace
 from jaxinfer.text.output import NOT_FINITE, Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, SequenceDelta
+from jaxinfer.types import FinishReason, SequenceDelta, WeightVersions, added_versions
 
 _log = logging.getLogger("jaxinfer.serve")
 
@@ -64,7 +64,10 @@ class Generation:
         self._outputs = [Output(tokenizer, request) for _ in range(self.n)]
         self.drafts = [(0, 0)] * self.n
         self._running = self.n
-        self._completion = self._cached = 0
+        self._tokens = [0] * self.n  # of each output
+        self._versions: dict[int, WeightVersions] = {}  # of the outputs with tokens of other versions than 0
+        self._begun = False
+        self._cached = 0
         self._cut: ServeError | None = None
         self._failure: ServeError | None = None
         self._closed = False
@@ -78,13 +81,14 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts of prompt and completion so far."""
-        return Usage(len(self.prompt_token_ids), self._completion, self._cached)
+        return Usage(len(self.prompt_token_ids), sum(self._tokens), self._cached)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        """Return the next text delta of any output.
+        """Return the next text delta of any output. The last delta of an output has the ``weight_versions`` of all its
+        tokens.
 
         Raises:
             StopAsyncIteration: all outputs have ended.
@@ -170,10 +174,13 @@ class Generation:
         if delta.draft_tokens:
             tokens, accepted = self.drafts[index]
             self.drafts[index] = (tokens + delta.draft_tokens, accepted + delta.draft_accepted)
-        if not self._completion:
+        if not self._begun:
+            self._begun = bool(new.token_ids)
             self.trace.token()
             self._place.begin()
-        self._completion += len(new.token_ids)
+        if new.weight_versions or self._versions:
+            self._add_versions(index, new)
+        self._tokens[index] += len(new.token_ids)
         if index == 0:
             self._cached = delta.cached_tokens or self._cached
         else:
@@ -190,6 +197,11 @@ class Generation:
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
         return new
+
+    def _add_versions(self, index: int, new: OutputDelta) -> None:
+        known, count = self._versions.get(index, ()), self._tokens[index]
+        new.weight_versions = added_versions(known, count, new.weight_versions, len(new.token_ids))
+        self._versions[index] = new.weight_versions
 
     def _cut_by(self, reason: FinishReason, why: int | str | None) -> ServeError | None:
         """Return the error that ends all outputs when one of them has ended for ``reason``; None: no error."""

@@ -52,6 +52,7 @@ SCOPES: Mapping[str, str | None] = MappingProxyType(
             "admin": (
                 *("Abort", "Drain", "FlushPrefixCache", "StartProfile", "StopProfile"),
                 *("LoadLora", "UnloadLora"),
+                *("Pause", "Resume", "AbortAll", "Sleep", "WakeUp", "UpdateWeights", "WeightInfo"),
             ),
             "observe": ("GetStats", "WatchStartup", "ListLoras"),
         },

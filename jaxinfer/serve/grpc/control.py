@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol, override, runtime_checkable
 
+from jaxinfer.engine.core import PauseMode
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
-from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.api.errors import Kind, ServeError, invalid, rename_fields
+from jaxinfer.serve.core import operations
+from jaxinfer.serve.core.operations import WeightState
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.loras import NameInUseError, required
+from jaxinfer.serve.frontend.operations import Operations
 from jaxinfer.serve.grpc.loras import lora_message
 from jaxinfer.serve.grpc.rpc import Rpc
 
@@ -58,6 +62,11 @@ class Engine(Protocol):
         """Stop profiling and return the folder of the trace."""
         ...
 
+    @property
+    def operations(self) -> Operations:
+        """What operators may change."""
+        ...
+
 
 class Control(ControlServicer):
     """All RPCs of the service.
@@ -71,7 +80,7 @@ class Control(ControlServicer):
     def __init__(
         self, frontend: Callable[[], Frontend], engine: Engine, *, drain_seconds: float, profiling: bool
     ) -> None:
-        self._frontend, self._engine = frontend, engine
+        self._frontend, self._engine, self._operations = frontend, engine, engine.operations
         self._drain_seconds, self._profiling = drain_seconds, profiling
 
     @override
@@ -152,6 +161,42 @@ class Control(ControlServicer):
         loras, parent = required(frontend.loras).list(), frontend.card.name
         return pb.ListLorasResponse(loras=[lora_message(loaded, parent) for loaded in loras])
 
+    @override
+    async def Pause(self, request: pb.PauseRequest, rpc: Rpc) -> pb.EngineState:
+        return _engine_state(await self._operations.run(operations.Pause(_mode(request.mode) or "wait")))
+
+    @override
+    async def Resume(self, request: pb.ResumeRequest, rpc: Rpc) -> pb.EngineState:
+        return _engine_state(await self._operations.run(operations.Resume()))
+
+    @override
+    async def AbortAll(self, request: pb.AbortAllRequest, rpc: Rpc) -> pb.AbortAllResponse:
+        return pb.AbortAllResponse(aborted=(await self._operations.run(operations.AbortAll())).aborted)
+
+    @override
+    async def Sleep(self, request: pb.SleepRequest, rpc: Rpc) -> pb.EngineState:
+        level = request.level if request.HasField("level") else 1
+        tags, mode = tuple(request.tags) or operations.TAGS, _mode(request.mode) or "keep"
+        return _engine_state(await self._operations.run(operations.Sleep(level, tags, mode)))
+
+    @override
+    async def WakeUp(self, request: pb.WakeUpRequest, rpc: Rpc) -> pb.EngineState:
+        tags = tuple(request.tags) or operations.TAGS
+        return _engine_state(await self._operations.run(operations.WakeUp(tags)))
+
+    @override
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, rpc: Rpc) -> pb.UpdateWeightsResponse:
+        version = request.weight_version if request.HasField("weight_version") else None
+        update = operations.UpdateWeights(request.path, version, _mode(request.mode))
+        with rename_fields({"version": "weight_version"}):
+            state = await self._operations.run(update)
+        return pb.UpdateWeightsResponse(state=_engine_state(state), bytes=state.bytes, seconds=state.seconds)
+
+    @override
+    async def WeightInfo(self, request: pb.WeightInfoRequest, rpc: Rpc) -> pb.WeightInfoResponse:
+        state = await self._operations.run(operations.Look(request.checksums))
+        return pb.WeightInfoResponse(state=_engine_state(state), checksums=state.checksums)
+
     def _check_profiling(self) -> None:
         if not self._profiling:
             raise ServeError(Kind.INVALID, "profiling is off: the server was started without profile_dir")
@@ -159,6 +204,25 @@ class Control(ControlServicer):
     def _state(self) -> str:
         state = self._engine.state
         return "draining" if state == "ready" and not self._frontend().is_open else state
+
+
+def _engine_state(state: WeightState) -> pb.EngineState:
+    return pb.EngineState(weight_version=state.version, is_paused=state.paused, asleep=state.asleep)
+
+
+def _mode(mode: int) -> PauseMode | None:
+    """Return the mode of a pause; None: the default. Raises `ServeError` INVALID for an unknown one."""
+    if mode not in _MODES:
+        raise invalid("mode", mode, "is no PauseMode")
+    return _MODES[mode]
+
+
+_MODES: Mapping[int, PauseMode | None] = {
+    pb.PAUSE_MODE_UNSPECIFIED: None,
+    pb.PAUSE_MODE_WAIT: "wait",
+    pb.PAUSE_MODE_KEEP: "keep",
+    pb.PAUSE_MODE_ABORT: "abort",
+}
 
 
 def _fill(message: pb.Stats, stats: EngineStats) -> None:

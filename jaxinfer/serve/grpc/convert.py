@@ -24,7 +24,7 @@ from jaxinfer.serve.frontend.chat.outputs import TOOL_CALLS, CallDelta, ParsedOu
 from jaxinfer.serve.grpc import chat
 from jaxinfer.serve.grpc.chat import optional
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import PositionLogprobs, TokenLogprob
+from jaxinfer.types import PositionLogprobs, TokenLogprob, WeightVersions, version_ranges
 
 TokenText = Callable[[int], str]
 """Function that returns a token's text, see `Frontend.token_text`."""
@@ -193,6 +193,7 @@ def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterat
             _set_stop_reason(message, part.stop_reason)
             if part.acceptance is not None:
                 message.acceptance = part.acceptance
+            _set_versions(message, part.weight_versions)
         yield response
 
 
@@ -209,6 +210,13 @@ def _set_stop_reason(message: pb.Delta, reason: int | str | None) -> None:
         message.stop_string = reason
     elif reason is not None:
         message.stop_token_id = reason
+
+
+def _set_versions(message: pb.Delta, versions: WeightVersions) -> None:
+    message.weight_version = versions[-1][0] if versions else 0
+    if len(versions) > 1:
+        for version, start, end in version_ranges(versions):
+            message.weight_versions.add(version=version, start=start, end=end)
 
 
 def _parts(delta: OutputDelta) -> Iterator[OutputDelta]:

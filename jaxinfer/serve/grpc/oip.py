@@ -7,6 +7,7 @@ The model, and each LoRA adapter under its own name, has the inputs and outputs 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Callable, Sequence
 from typing import override
 
@@ -21,12 +22,16 @@ from jaxinfer.serve.grpc.oip_request import INPUTS, OUTPUTS, Ask, ask_of
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.grpc.tensors import Value, add_output, refuse
 from jaxinfer.text.output import OutputDelta
+from jaxinfer.types import version_ranges
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 FINAL = "triton_final_response"
 """Parameter of every streamed response: whether it is the last one of its request."""
 ACCEPTANCE = "acceptance"
 """Parameter of a response that ends an output: the acceptance rule of its draft tokens, if not exact ("typical")."""
+VERSION, RANGES = "weight_version", "weight_versions"
+"""Parameters of a response that ends outputs: the newest version of weights that computed a token, and, if there are
+several, JSON with [version, start, end] of each output's tokens."""
 
 _VERSION = "1"
 _TENSOR = pb.ModelMetadataResponse.TensorMetadata
@@ -122,6 +127,7 @@ class _Outputs:
             self._reasons[delta.index] = (delta.finish_reason or "").encode()
             self._tokens[delta.index] += len(delta.token_ids)
         self.acceptance = next((delta.acceptance for delta in deltas if delta.acceptance is not None), None)
+        self.versions = [delta.weight_versions for delta in deltas if delta.finish_reason is not None]
         self._texts = ["".join(parts).encode() for parts in texts]
         self._prompt_tokens = len(generation.prompt_token_ids)
 
@@ -171,4 +177,9 @@ def _response(request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs) -> pb.
         add_output(response, name, OUTPUTS[name][0], outputs.column(name), raw=ask.raw)
     if outputs.acceptance is not None:
         response.parameters[ACCEPTANCE].string_param = outputs.acceptance
+    if outputs.versions:
+        response.parameters[VERSION].int64_param = max((own[-1][0] for own in outputs.versions if own), default=0)
+    if len({version for own in outputs.versions for version, _ in own or ((0, 0),)}) > 1:
+        ranges = [[list(each) for each in version_ranges(own)] for own in outputs.versions]
+        response.parameters[RANGES].string_param = json.dumps(ranges)
     return response

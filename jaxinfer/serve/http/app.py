@@ -21,7 +21,7 @@ from starlette.responses import FileResponse, Response
 from jaxinfer.serve.api.errors import Kind, ServeError, map_exceptions, rename_fields
 from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.core.supervisor import READY, Condition
-from jaxinfer.serve.http import completions, large_response, models, operations, requests
+from jaxinfer.serve.http import completions, large_response, models, operations, requests, weights
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
 from jaxinfer.serve.http.app_state import AppState
@@ -281,6 +281,24 @@ ENDPOINTS = (
         ADMIN,
         operations.reset_prefix_cache,
         "Clear the prefix cache. For operators.",
+        method="POST",
+    ),
+    Endpoint("/pause", ADMIN, weights.pause, "Pause the engine. For operators.", method="POST"),
+    Endpoint("/resume", ADMIN, weights.resume, "Resume a paused engine. For operators.", method="POST"),
+    Endpoint("/is_paused", ADMIN, weights.is_paused, "Whether the engine is paused. For operators."),
+    Endpoint("/abort_requests", ADMIN, weights.abort_requests, "Abort all requests. For operators.", method="POST"),
+    Endpoint("/sleep", ADMIN, weights.sleep, "Free device memory. For operators.", method="POST"),
+    Endpoint("/wake_up", ADMIN, weights.wake_up, "Take back freed memory. For operators.", method="POST"),
+    Endpoint("/is_sleeping", ADMIN, weights.is_sleeping, "Whether memory is freed. For operators."),
+    Endpoint("/update_weights", ADMIN, weights.update_weights, body=weights.UpdateWeightsRequest),
+    Endpoint("/update_weight_version", ADMIN, weights.update_weight_version, body=weights.UpdateWeightVersionRequest),
+    Endpoint("/weight_info", ADMIN, weights.weight_info, "Version of the weights. For operators."),
+    Endpoint("/weight_checker", ADMIN, weights.weight_checker, body=weights.WeightCheckerRequest),
+    Endpoint(
+        "/init_weight_transfer_engine",
+        ADMIN,
+        weights.init_weight_transfer_engine,
+        "Rejected: weights come from folders. For operators.",
         method="POST",
     ),
 )

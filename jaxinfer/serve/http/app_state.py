@@ -12,6 +12,7 @@ from jaxinfer.serve.api.errors import ServeError, unavailable
 from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.core.supervisor import READY, STARTING, Condition
 from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.frontend.operations import Operations
 from jaxinfer.serve.telemetry.metrics import ServerMetrics
 from jaxinfer.serve.telemetry.request_log import RequestLog
 from jaxinfer.serve.workers.tasks import BodyReader
@@ -31,6 +32,7 @@ class AppState:
         reasoning_fields: names of the reasoning field in messages.
         operated: whether admin routes are served: operators have API keys, or only operators can reach this server.
         stream_ping_seconds: seconds of silence after which a waiting stream sends a keep-alive.
+        operations: what operators may change; None: nothing.
         long: parses long bodies.
     """
 
@@ -44,6 +46,7 @@ class AppState:
     reasoning_fields: Sequence[str] = ("reasoning", "reasoning_content")
     operated: bool = True
     stream_ping_seconds: float = 5.0
+    operations: Operations | None = None
 
     def __post_init__(self) -> None:
         self.long = BodyReader(self.limits)

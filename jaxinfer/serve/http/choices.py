@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.serve.api.arrays import arrays_json
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import PositionLogprobs, TokenLogprob
+from jaxinfer.types import PositionLogprobs, TokenLogprob, WeightVersions, version_ranges
 
 LOWEST_LOGPROB = -9999.0
 """Log probability sent in place of -inf, which JSON cannot represent; the value is vLLM's."""
@@ -98,13 +98,14 @@ class _Parts:
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     acceptance: str | None = None
+    weight_versions: WeightVersions = ()
 
     def add(self, delta: OutputDelta) -> None:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.acceptance = delta.acceptance
+        self.acceptance, self.weight_versions = delta.acceptance, delta.weight_versions
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
 
     def delta(self, index: int) -> OutputDelta:
@@ -117,6 +118,7 @@ class _Parts:
             self.stop_reason,
             self.prompt_logprobs,
             self.acceptance,
+            self.weight_versions,
         )
 
 
@@ -215,9 +217,7 @@ class ChatChoice:
         if delta.text or delta.token_ids or delta.prompt_logprobs is not None:
             found.append(json.dumps(self._shape(delta, "delta", {"content": delta.text}, None)))
         if delta.finish_reason is not None:
-            last = OutputDelta(
-                delta.index, "", [], (), delta.finish_reason, delta.stop_reason, acceptance=delta.acceptance
-            )
+            last = dataclasses.replace(delta, text="", token_ids=[], logprobs=(), prompt_logprobs=None)
             found.append(json.dumps(self._shape(last, "delta", {}, delta.finish_reason)))
         return found
 
@@ -235,7 +235,7 @@ class ChatChoice:
             logprobs = {"content": [position_json(p, self._words) for p in delta.logprobs], "refusal": None}
         choice = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
         if reason is None:
-            delta = dataclasses.replace(delta, stop_reason=None, acceptance=None)
+            delta = dataclasses.replace(delta, finish_reason=None, stop_reason=None, acceptance=None)
         return choice | _extras(delta, delta.token_ids, None, self._wanted, self._words)
 
 
@@ -279,8 +279,9 @@ def _token(candidate: TokenLogprob, words: TokenSpeller) -> dict[str, Any]:
 def _extras(
     delta: OutputDelta, tokens: Sequence[int], prompt: Sequence[int] | None, wanted: ResponseFields, words: TokenSpeller
 ) -> dict[str, Any]:
-    """Return vLLM's extension fields that were requested or are set, and how draft tokens were accepted."""
-    found: dict[str, Any] = {}
+    """Return vLLM's extension fields that were requested or are set, how draft tokens were accepted, and the versions
+    of the weights."""
+    found = {} if delta.finish_reason is None else version_fields(delta.weight_versions)
     if delta.acceptance is not None:
         found["speculation"] = {"acceptance": delta.acceptance}
     if delta.stop_reason is not None:
@@ -293,6 +294,16 @@ def _extras(
         found["arrays"] = arrays_json(delta.logprobs, LOWEST_LOGPROB)
     if wanted.prompt_logprobs and delta.prompt_logprobs is not None:
         found["prompt_logprobs"] = [None if p is None else _candidates(p, words) for p in delta.prompt_logprobs]
+    return found
+
+
+def version_fields(versions: WeightVersions) -> dict[str, Any]:
+    """Return the fields of an output for the weights that computed it: ``weight_version``, that of the last token, and,
+    if there are several, ``weight_versions``: those of ranges of tokens."""
+    found: dict[str, Any] = {"weight_version": versions[-1][0] if versions else 0}
+    if len(versions) > 1:
+        ranges = version_ranges(versions)
+        found["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in ranges]
     return found
 
 

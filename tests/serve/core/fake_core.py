@@ -21,6 +21,7 @@ from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import parts_of, read_number
 from tests.serve import fake_engine as fake
+from tests.serve.fake_weights import FakeWeights, read_fake
 
 REPO = pathlib.Path(__file__).resolve().parents[3]
 
@@ -103,7 +104,9 @@ def main() -> None:
         profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
         card = fake.fake_card(engine.config, settings.served_model_name or "fake")
         journals = engine.journals() if settings.kv_events else ()
-        return Built(None if options.follow else engine, card, options.folder, profiler, journals)
+        if options.follow:
+            return Built(None, card, options.folder, profiler, journals)
+        return Built(engine, card, options.folder, profiler, journals, FakeWeights(engine), read_fake)
 
     process.run(build, (BrokenError,))
 

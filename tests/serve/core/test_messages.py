@@ -329,13 +329,20 @@ def can_be(delta):
     return ended and (delta.draft_tokens > 0 or not delta.draft_accepted)
 
 
+def of_one_version(delta):
+    """Return the delta with one version of weights for all its tokens; version 0 is not reported."""
+    version = sum(version for version, _ in delta.weight_versions) % 2**63
+    return dataclasses.replace(delta, weight_versions=((version, len(delta.token_ids)),) if version else ())
+
+
 @few
-@given(st.lists(st.tuples(st.integers(1, 2**63), values(SequenceDelta).filter(can_be)), max_size=5))
+@given(st.lists(st.tuples(st.integers(1, 2**63), values(SequenceDelta).filter(can_be).map(of_one_version)), max_size=5))
 def test_deltas_of_a_step(numbered):
     message = decode_from_core(encode(messages.deltas_of(numbered)))
     names = dict(numbered)
+    versions = ((message.version, 1),) if message.version else ()
     got = [
-        (number, SequenceDelta(names[number].request_id, index, [token], []))
+        (number, SequenceDelta(names[number].request_id, index, [token], [], weight_versions=versions))
         for number, index, token in zip(message.streams, message.indexes, message.tokens, strict=True)
     ]
     assert sorted([*got, *message.others], key=repr) == sorted(numbered, key=repr)
@@ -345,6 +352,15 @@ def test_a_plain_token_keeps_its_draft_counts():
     delta = SequenceDelta("a", 0, [5], [], draft_tokens=3, draft_accepted=2)
     message = decode_from_core(encode(messages.deltas_of([(7, delta)])))
     assert (message.tokens, message.others) == ([], [(7, delta)])
+
+
+def test_plain_tokens_of_one_version_share_it_and_those_of_others_keep_theirs():
+    deltas = [
+        SequenceDelta("a", 0, [5], weight_versions=versions) for versions in (((3, 1),), ((3, 1),), ((4, 1),), ())
+    ]
+    message = decode_from_core(encode(messages.deltas_of(enumerate(deltas))))
+    assert (message.streams, message.version) == ([0, 1], 3)
+    assert [(number, delta.weight_versions) for number, delta in message.others] == [(2, ((4, 1),)), (3, ())]
 
 
 def test_a_plain_delta_is_small():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,10 +23,12 @@ from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.frontend.loras import LoRAs
+from jaxinfer.serve.frontend.operations import Operations
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import parts_of, read_number
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
+from tests.serve.fake_weights import FakeWeights, Operable
 from tests.serve.vision import NEEDS, vision_card, vision_template, vision_tokenizer
 
 WELL = Mischief()
@@ -52,6 +55,7 @@ class FakeSupervisor:
         self.state, self.restarts = "ready", 0
         self.events = [Progress("STARTING"), Progress("LOADING_WEIGHTS", 1, 2), Progress("READY")]
         self.profiles: list[str] = []
+        self.operations: Operations
 
     async def watch_startup(self) -> AsyncIterator[Progress]:
         for event in self.events:
@@ -151,7 +155,7 @@ async def running(
     engine = FakeEngine(mischief, loras=store, **own)
     chosen = ServeConfig(**{"model": "fake", "grpc_port": 0, "control_port": 0, "drain_seconds": 5.0, **config})
     async with contextlib.AsyncExitStack() as stack:
-        served = AsyncEngine(engine)
+        served = AsyncEngine(engine, weights=FakeWeights(engine))
         served.start()
         stack.push_async_callback(served.stop, drain=False)
         card, adapters = fake_card(engine.config), loras and loras(served)
@@ -161,7 +165,8 @@ async def running(
         card = card if vision is None else vision_card(engine.config)
         made = Frontend(served, card, *texts, chosen.limits, loras=adapters, images=vision)
         stack.push_async_callback(made.aclose)
-        supervisor = FakeSupervisor()
+        supervisor, root = FakeSupervisor(), chosen.weights_root
+        supervisor.operations = Operations(Operable(served), root and pathlib.Path(root))
         given = frontend(made)
         servers = GrpcServers(chosen, given, supervisor, Keys(keys), more=more(given))
         await servers.start()

@@ -20,12 +20,14 @@ from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.images import Images
 from jaxinfer.serve.frontend.loras import LoRAs
+from jaxinfer.serve.frontend.operations import Operations
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.app_state import AppState
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
+from tests.serve.fake_weights import FakeWeights, Operable
 from tests.serve.vision import NEEDS, vision_card, vision_template, vision_tokenizer
 
 BOUND = 20.0  # seconds; a test that waits longer fails
@@ -92,7 +94,7 @@ async def serving(
     store = None if folders is None else make_store(folders)[0]
     own = {"enable_lora": store is not None, "images": vision and NEEDS, **(engine or {})}
     fake = FakeEngine(mischief or Mischief(), loras=store, **own)
-    async with AsyncEngine(fake) as backend:
+    async with AsyncEngine(fake, weights=FakeWeights(fake)) as backend:
         card, loras = fake_card(fake.config), None
         if store is not None:
             loras = LoRAs(backend, root=root)
@@ -100,7 +102,8 @@ async def serving(
         texts = (fake_tokenizer(), fake_template()) if vision is None else (vision_tokenizer(), vision_template())
         card = card if vision is None else vision_card(fake.config)
         frontend = Frontend(backend, card, *texts, limits, loras=loras, images=vision)
-        door = AppState("1.2.3", limits, Authoriser(keys), frontend, operated=operated)
+        operations = Operations(Operable(backend), config.weights_root and pathlib.Path(config.weights_root))
+        door = AppState("1.2.3", limits, Authoriser(keys), frontend, operated=operated, operations=operations)
         async with listening(config, door, frontend, backend) as started:
             yield started
 

@@ -7,6 +7,7 @@ from typing import Any
 from jaxinfer.serve.api.errors import ServeError
 from jaxinfer.serve.frontend.chat.messages import arguments_of
 from jaxinfer.serve.http.anthropic.errors import error_body
+from jaxinfer.serve.http.choices import version_fields
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import CALL, REASONING, Closed, More, Opened, Part, Step
 from jaxinfer.serve.http.events.stream import event, reader_of
@@ -49,7 +50,7 @@ class MessageWriter:
 
     def whole(self) -> dict[str, Any]:
         blocks = [_block(part) | _said(part) for part in self._reader.parts]
-        return self._message(blocks) | self._stop() | {"usage": self._usage()}
+        return self._message(blocks) | self._stop() | {"usage": self._usage()} | self._versions()
 
     def _start(self) -> list[str]:
         self._begun = True
@@ -57,7 +58,7 @@ class MessageWriter:
         return [event("message_start", {"message": message}), event("ping", {})]
 
     def _end(self) -> list[str]:
-        told = {"delta": self._stop(), "usage": self._usage()}
+        told = {"delta": self._stop(), "usage": self._usage()} | self._versions()
         return [event("message_delta", told), event("message_stop", {})]
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,6 +73,9 @@ class MessageWriter:
         if isinstance(reader.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": reader.stop_reason}
         return {"stop_reason": "tool_use" if reader.called else "end_turn", "stop_sequence": None}
+
+    def _versions(self) -> dict[str, Any]:
+        return version_fields(self._reader.weight_versions)
 
     def _usage(self) -> dict[str, Any]:
         """Return token counts; cached prompt tokens are not included in ``input_tokens``."""

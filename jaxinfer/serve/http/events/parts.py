@@ -13,7 +13,7 @@ from jaxinfer.serve.frontend.chat.outputs import EventFilter
 from jaxinfer.serve.frontend.chat.token_texts import TokenTexts
 from jaxinfer.serve.http.choices import TokenSpeller
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import FinishReason, PositionLogprobs
+from jaxinfer.types import FinishReason, PositionLogprobs, WeightVersions
 
 REASONING: Literal["reasoning"] = "reasoning"
 TEXT: Literal["text"] = "text"
@@ -96,7 +96,7 @@ class PartReader:
     Attributes:
         parts: parts that have begun and are shown.
         reasoning_tokens: number of reasoning tokens, shown or not, without markers.
-        finish_reason, stop_reason: as in the last delta.
+        finish_reason, stop_reason, weight_versions: as in the last delta.
     """
 
     def __init__(self, parser: Parser | None, shown: EventFilter, words: TokenSpeller, hidden: frozenset[int]) -> None:
@@ -107,6 +107,7 @@ class PartReader:
         self.reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.weight_versions: WeightVersions = ()
 
     def read(self, delta: OutputDelta) -> list[Step]:
         """Return the steps of a delta.
@@ -130,6 +131,7 @@ class PartReader:
 
     def _finish(self, delta: OutputDelta, steps: list[Step]) -> None:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.weight_versions = delta.weight_versions
         cut = delta.finish_reason != FinishReason.STOP
         self._follow(self._parser.finish(cut=cut), steps, cut=cut)
         self._close(steps, cut=cut)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.http.answers import ServerSentEvents
-from jaxinfer.serve.http.choices import TokenSpeller, position_json
+from jaxinfer.serve.http.choices import TokenSpeller, position_json, version_fields
 from jaxinfer.serve.http.completions import Chat
 from jaxinfer.serve.http.events.parts import CALL, REASONING, TEXT, Closed, More, Opened, Part, Step
 from jaxinfer.serve.http.events.stream import event, reader_of
@@ -77,6 +77,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == _INCOMPLETE else None,
             "output": [self._items.whole(part) for part in self._reader.parts],
             "usage": self._usage() if done else None,
+            **(version_fields(self._reader.weight_versions) if done else {}),
         }
 
     def _usage(self) -> dict[str, Any]:
