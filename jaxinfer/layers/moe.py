@@ -452,6 +452,12 @@ def with_routing(params: Any, routed: Iterator[Int[Array, "*batch top_k"]]) -> A
     return {**inner, GIVEN: next(routed)} if "router" in params else inner
 
 
+def sown_experts(routing: Mapping[str, Any]) -> Int[Array, "tokens layers top_k"]:
+    """Return the expert ids in the collection ``routing`` of a decoder, in the order of the layers."""
+    layers = sorted(routing, key=lambda name: int(name.removeprefix("layers_")))
+    return jnp.stack([each for name in layers for each in jax.tree.leaves(routing[name])], axis=-2)
+
+
 def layers_of_experts(params: Any) -> int:
     """Return the number of layers of experts with these parameters."""
     if not isinstance(params, Mapping):
