@@ -423,7 +423,7 @@ class MoE(Layer):
 
     def given(self) -> Int[Array, "tokens top_k"] | None:
         """Return the experts that tokens must take, see `Model.apply`; None: any."""
-        given = self.get_variable("params", GIVEN)
+        given: Any = self.get_variable("params", GIVEN)
         return None if given is None else given.reshape(-1, given.shape[-1])
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
