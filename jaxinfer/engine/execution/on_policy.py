@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
-from jaxinfer.engine.execution.encoder import text_part
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch, as_text
+from jaxinfer.engine.execution.encoder import abstract_cache, text_part
 from jaxinfer.engine.execution.placement import abstract_params, abstract_pools, targets_of
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut
@@ -28,7 +28,7 @@ from jaxinfer.engine.execution.step import make_decode_logprobs, make_prefill
 from jaxinfer.engine.scheduling.buckets import next_chunk
 from jaxinfer.kv.pool import Pool
 from jaxinfer.models.model import Model, require_ids
-from jaxinfer.parallel.mesh import traced_for
+from jaxinfer.parallel.mesh import replicated, traced_for
 from jaxinfer.quant import Unquantized
 from jaxinfer.quant.banks import without_banks
 from jaxinfer.sampling_params import RequestError
@@ -80,8 +80,6 @@ class ServedPrograms:
             return "enable_dp_attention = True: the programs are those of all ranks together"
         if spec.stateful and engine.speculative is not None:
             return f"speculative = {engine.speculative}: states after drafts are computed in further passes"
-        if engine.images is not None:
-            return "prompts may have images: limit_mm_per_prompt = {'image': 0} serves the text model alone"
         return None
 
     @property
@@ -90,6 +88,8 @@ class ServedPrograms:
         found = {}
         if len({number for _, number in self.classes}) > 1:
             found["requests with prompt_logprobs"] = "their prompts run in chunks of the largest size alone"
+        if self.engine.images is not None:
+            found["requests with images"] = "tokens are all that is compared"
         if self.engine.lora_slots:
             found["requests with adapters"] = "their rows take adapters from banks, which a trainer does not have"
         return found
@@ -243,7 +243,9 @@ class _Work:
     def prompts(self, params: Any, pools: list[Pool]) -> list[Pool]:
         """Run the chunks of all prompts: each begins at a multiple of the largest size, and the last ends one token
         early."""
-        *_, largest = self._programs.sizes
+        engine, (*_, largest) = self._programs.engine, self._programs.sizes
+        cache = abstract_cache(self._stage.model, engine, replicated(self._programs.mesh))
+        images = None if cache is None else jnp.zeros(cache.shape, cache.dtype)
         firsts, ends = np.arange(0, self._fed, largest), self._sequences.begins - 1
         places, count = _compacted(firsts < ends[:, None])
         tokens = jnp.pad(self._sequences.tokens, ((0, 0), (0, largest)))
@@ -256,7 +258,8 @@ class _Work:
 
             def chunk(size: int, pools: list[Pool]) -> list[Pool]:
                 own = lax.dynamic_slice(tokens, (of, start), (1, size))
-                filled: list[Pool] = self._prefill(params, pools, PrefillBatch(own, start[None], length[None], tables))
+                batch = PrefillBatch(own, start[None], length[None], tables)
+                filled: list[Pool] = self._prefill(params, pools, as_text(batch, engine), images)
                 return filled
 
             each = [functools.partial(chunk, size) for size in self._programs.sizes]
@@ -273,17 +276,19 @@ class _Work:
     def steps(self, params: Any, pools: list[Pool]) -> Float32[Array, "batch positions"]:
         """Run the positions of all generated tokens as rows of decode steps."""
         tokens, (places, count) = self._sequences.tokens, self._planned()
+        none, images = jnp.zeros(self._programs.rows, jnp.int32), self._programs.engine.images
+        axes = images is not None and images.axes
 
         def run(step: Array, carry: tuple[list[Pool], Array]) -> tuple[list[Pool], Array]:
             (pools, found), own = carry, places[step]
             of, at = jnp.maximum(own, 0) // self._fed, jnp.maximum(own, 0) % self._fed
             tables = self._tables(of, at, jnp.ones_like(at))
-            batch = DecodeBatch(tokens[of, at], jnp.where(own < 0, -1, at), jnp.zeros_like(at), tables)
+            batch = DecodeBatch(tokens[of, at], jnp.where(own < 0, -1, at), none, tables, shifts=none if axes else None)
             pools, logprobs = self._decode(params, pools, batch, tokens[of, at + 1])
             return pools, found.at[jnp.where(own < 0, found.size, own)].set(logprobs, mode="drop")
 
-        none = jnp.zeros(self._batch * self._fed, jnp.float32)
-        return lax.fori_loop(0, count, run, (pools, none))[1].reshape(self._batch, self._fed)
+        start = pools, jnp.zeros(self._batch * self._fed, jnp.float32)
+        return lax.fori_loop(0, count, run, start)[1].reshape(self._batch, self._fed)
 
     def _planned(self) -> tuple[Int32[Array, "steps rows"], Int32[Array, ""]]:
         """Return the flat place of each row of each step, -1 of an idle row, and the number of steps.

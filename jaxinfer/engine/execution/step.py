@@ -285,7 +285,7 @@ def make_decode_logprobs(
         params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"]
     ) -> tuple[list[Pool], Float32[Array, " rows"]]:
         attend = DecodeAttend(stage.model.cache_spec, batch.tables, batch.positions, backend)
-        hidden, _, pools = stage.tapped(params, batch.tokens, batch.positions, attend, pools)
+        hidden, _, pools = stage.tapped(params, batch.tokens, _row_positions(batch), attend, pools)
         raw = gathered_logits(stage.head(params, hidden)).astype(jnp.float32)
         return pools, wanted_logprobs(raw, following, batch.positions >= 0, max_logprobs).logprob
 
