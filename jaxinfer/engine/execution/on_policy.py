@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch, as_text
@@ -105,6 +105,8 @@ class ServedPrograms:
         """Implement `Model.logprobs`."""
         if (why := self.refusal()) is not None:
             raise RequestError("like", f"cannot be reproduced: {why}")
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise RequestError("like", "cannot be reproduced in a shard_map: shard the arrays that jax.jit takes")
         self._require_same(model, params, tokens)
         batch, time = tokens.shape
         begins = jnp.clip(jnp.asarray(1 if prompt_lengths is None else prompt_lengths, jnp.int32), 1, time)
@@ -134,7 +136,6 @@ class ServedPrograms:
         """
         served = self.stage.model
         return _placed((), text_part(served.specs), model.specs, params, served.params)
-
 
     def spread(self, params: Any) -> Any:
         """Shard parameters over the devices of the engine, if it has several."""
@@ -210,7 +211,8 @@ def _computed(
     Chunks and steps are bodies of loops whose ends are not known to the compiler, so XLA fuses nothing into them or out
     of them.
     """
-    with traced_for(programs.mesh):
+    outside = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))  # a trainer's mesh may have another size
+    with outside, traced_for(programs.mesh):
         params, work = programs.spread(programs.placed(model, params)), _Work(programs, sequences)
         pools = work.prompts(params, work.pools())
         return work.steps(params, pools)
@@ -341,9 +343,7 @@ def _placed(path: tuple[str, ...], served: Any, own: Any, given: Any, like: Any)
         missing = [name for name in served if name not in given or name not in own]
         if missing:
             raise ValueError(f"params: {'.'.join((*path, missing[0]))} is missing")
-        return {
-            name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()
-        }
+        return {name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()}
     value = _laid_out(served, own, given)
     found, wanted = (jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), tree) for tree in (value, like))
     if found != wanted:
