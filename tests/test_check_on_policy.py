@@ -14,10 +14,7 @@ from jaxinfer.sampling_params import RequestError
 from tests.fakes import random_model
 
 SETTINGS = {"max_num_seqs": 4, "max_model_len": 128, "num_pages": 64, "page_size": 16, "prefill_sizes": (16, 32)}
-FLAGS = [
-    *["--max-num-seqs", "4", "--max-model-len", "64", "--num-pages", "32", "--prefill-sizes", "32"],
-    "--sequences=6",
-]
+FLAGS = ["--max-num-seqs=4", "--max-model-len=64", "--num-pages=32", "--prefill-sizes=32", "--sequences=6"]
 
 
 def test_an_engine_has_the_bits_of_a_training_step():

@@ -353,11 +353,11 @@ def _placed(path: tuple[str, ...], served: Any, own: Any, given: Any, like: Any)
 
 def _laid_out(served: Any, own: Any, given: Any) -> Any:
     """Return a weight in the layout in which it is served."""
-    if not isinstance(served, Unquantized):
-        given = given.weight if isinstance(own, Unquantized) and isinstance(served, ParamSpec) else given
+    kinds = (ParamSpec, Unquantized)
+    if not (isinstance(served, kinds) and isinstance(own, kinds)):  # other storages have one layout
         return given
-    weight, spec = (given.weight, own.weight) if isinstance(own, Unquantized) else (given, own)
-    first = served.layout == "in first"
-    if (spec.inputs == 0) != first:
-        weight = jnp.moveaxis(weight, -1, 0) if first else jnp.moveaxis(weight, 0, -1)
-    return dataclasses.replace(served, weight=weight)
+    weight = given.weight if isinstance(own, Unquantized) else given
+    here, there = (spec.weight.inputs if isinstance(spec, Unquantized) else spec.inputs for spec in (own, served))
+    if here != there:
+        weight = jnp.moveaxis(weight, here, there)
+    return dataclasses.replace(served, weight=weight) if isinstance(served, Unquantized) else weight

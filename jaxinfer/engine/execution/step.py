@@ -278,7 +278,7 @@ def make_prefill_logprobs(
 def make_decode_logprobs(
     stage: Stage, max_logprobs: int, backend: Wish = "auto"
 ) -> Callable[..., tuple[list[Pool], Float32[Array, " rows"]]]:
-    """Make the program of rows that are computed as by `make_decode`, of a whole model and without drafts. It returns the
+    """Make the program of rows as `make_decode` computes them, of a whole model and without drafts, which returns the
     log probabilities of given tokens."""
 
     def decode_logprobs(
