@@ -113,7 +113,7 @@ def as_text(batch: PrefillBatch, engine: ResolvedEngine) -> PrefillBatch:
         return batch
     count, size = batch.tokens.shape
     at = (batch.starts[:, None] + np.arange(size, dtype=np.int32)).astype(np.int32)
-    axes = np.repeat(at[:, None], 3, axis=1) if engine.images.axes else None
+    axes = at[:, None] + np.zeros((3, 1), np.int32) if engine.images.axes else None
     ends = at if engine.images.both_ways else None
     return batch._replace(images=np.full((count, size), -1, np.int32), axes=axes, ends=ends)
 

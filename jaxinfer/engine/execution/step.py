@@ -295,14 +295,14 @@ def make_prefill_logprobs(
 def make_decode_logprobs(
     stage: Stage, max_logprobs: int, backend: Wish = "auto"
 ) -> Callable[..., tuple[list[Pool], Float32[Array, " rows"]]]:
-    """Make the program of rows that are computed as by `make_decode`, of a whole model without states, and return the
+    """Make the program of rows as `make_decode` computes them, of a whole model and without drafts, which returns the
     log probabilities of given tokens."""
 
     def decode_logprobs(
         params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"]
     ) -> tuple[list[Pool], Float32[Array, " rows"]]:
         attend = DecodeAttend(stage.model.cache_spec, batch.tables, batch.positions, backend)
-        hidden, _, pools = stage.tapped(params, batch.tokens, batch.positions, attend, pools)
+        hidden, _, pools = stage.tapped(params, batch.tokens, _row_positions(batch), attend, pools)
         raw = gathered_logits(stage.head(params, hidden)).astype(jnp.float32)
         return pools, wanted_logprobs(raw, following, batch.positions >= 0, max_logprobs).logprob
 
