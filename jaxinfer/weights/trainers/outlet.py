@@ -19,7 +19,7 @@ def named_parameters(model: Specified) -> Iterator[tuple[str, Any]]:
     Tensors are numpy arrays if the parameters are on the host or on CPUs, and JAX arrays on their devices if not.
 
     Raises:
-        ValueError: a parameter is missing, has another shape than its spec, is quantised, or is in a layout for kernels.
+        ValueError: a parameter is missing, has another shape than its spec, or is no plain array (`grouped`).
     """
     for path in grouped(model.specs):
         raise ValueError(
