@@ -217,8 +217,8 @@ WeightVersions = tuple[tuple[int, int], ...]
 
 def added_versions(first: WeightVersions, count: int, then: WeightVersions, more: int) -> WeightVersions:
     """Return the versions of ``count`` tokens, and of ``more`` after them."""
-    if not first and not then:
-        return ()
+    if (not first and not then) or (count and not more):
+        return first
     first, then = (own or ((0, tokens),) for own, tokens in ((first, count), (then, more)))
     *before, (version, tokens) = [each for each in first if each[1]] or [(then[0][0], 0)]
     same = then[0][0] == version

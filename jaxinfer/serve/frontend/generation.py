@@ -187,6 +187,8 @@ class Generation:
             new.prompt_logprobs = None
         if new.finish_reason is None:
             return new
+        if not self._tokens[index]:
+            new.weight_versions = delta.weight_versions
         stopped = new.finish_reason == FinishReason.STOP  # or by a stop string that the last token completed
         self._reasons[index] = reason = FinishReason.STOP if stopped else delta.finish_reason or FinishReason.ABORT
         if (cut := self._cut_by(reason, delta.stop_reason)) is not None:

@@ -178,3 +178,29 @@ def test_what_has_ended_is_not_kept_until_its_deadline():
         assert left() is None
 
     asyncio.run(run())
+
+
+def test_the_last_delta_of_an_output_has_the_versions_of_all_its_tokens():
+    def of(index: int, text: str, *versions: tuple[int, int], end: bool = False) -> SequenceDelta:
+        made = delta(index, text, FinishReason.LENGTH if end else None)
+        return dataclasses.replace(made, weight_versions=versions)
+
+    async def main():
+        request = Request("me", (1,), SamplingParams(max_tokens=9, n=4, seed=1))
+        script = Script(
+            request,
+            [
+                *(of(0, "ab"), of(1, "a"), of(0, "c", (2, 1)), of(1, "b", (2, 1)), of(0, "de", (2, 1), (3, 1))),
+                *(of(0, "f", (3, 1), end=True), of(1, "", (3, 0), end=True), of(2, "a", (3, 1), end=True)),
+                of(3, "", (3, 0), end=True),
+            ],
+        )
+        ends = {each.index: each async for each in generation_of(script) if each.finish_reason is not None}
+        assert {index: each.weight_versions for index, each in ends.items()} == {
+            0: ((0, 2), (2, 2), (3, 2)),
+            1: ((0, 1), (2, 1)),
+            2: ((3, 1),),
+            3: ((3, 0),),
+        }
+
+    asyncio.run(main())

@@ -13,7 +13,7 @@ from jaxinfer.serve.api.requests import Conversation, ServeLimits
 from jaxinfer.serve.grpc import chat as chats
 from jaxinfer.serve.grpc import convert
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import PositionLogprobs, TokenLogprob
+from jaxinfer.types import PositionLogprobs, TokenLogprob, WeightVersions
 from tests.serve.fake_engine import fake_card
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -194,3 +194,17 @@ def test_model_info_tells_what_is_set_and_every_limit() -> None:
     assert len(info.limits.ListFields()) == len(pb.Limits.DESCRIPTOR.fields)
     assert set(info.engine.fields) == set(card.engine)
     assert (info.defaults.temperature, info.defaults.HasField("max_tokens")) == (1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("versions", "newest", "ranges"),
+    [((), 0, []), (((4, 3),), 4, []), (((0, 2), (4, 1)), 4, [(0, 0, 2), (4, 2, 3)])],
+)
+def test_the_last_message_has_the_versions_of_weights(
+    versions: WeightVersions, newest: int, ranges: list[tuple[int, int, int]]
+) -> None:
+    (message,) = convert.deltas("id", OutputDelta(0, "", [1], weight_versions=versions), str)
+    assert not message.delta.HasField("weight_version")
+    (message,) = convert.deltas("id", OutputDelta(0, "", [1], (), "stop", weight_versions=versions), str)
+    assert (message.delta.HasField("weight_version"), message.delta.weight_version) == (True, newest)
+    assert [(each.version, each.start, each.end) for each in message.delta.weight_versions] == ranges

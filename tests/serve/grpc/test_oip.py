@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pathlib
 import queue
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -19,10 +20,12 @@ from tritonclient.utils import InferenceServerException
 
 from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.core.operations import UpdateWeights
 from jaxinfer.serve.grpc.oip import FINAL, SERVICE, OpenInference
 from jaxinfer.serve.grpc.oip_request import ask_of
 from jaxinfer.serve.grpc.tensors import read_scalar
 from tests.serve.fake_engine import FIRST_BYTE, Mischief, expected_text
+from tests.serve.fake_weights import write_fake_weights
 from tests.serve.grpc.running import Running, running
 
 PROMPT = "Hi ö"
@@ -157,6 +160,33 @@ def test_infer(given: list[Any], parameters: dict[str, Any], expected: dict[str,
                 got = texts(result, name) if isinstance(values[0], str) else list(result.as_numpy(name))
                 assert got == values
             await run.baseline()
+
+    asyncio.run(main())
+
+
+def test_the_versions_of_weights_are_told(tmp_path: pathlib.Path) -> None:
+    write_fake_weights(tmp_path / "new", "new")
+
+    async def main() -> None:
+        how = {"weights_root": str(tmp_path), "mischief": Mischief(seconds=0.005)}
+        async with serving(**how) as (run, target), triton_aio.InferenceServerClient(target) as client:
+
+            async def infer(tokens: int) -> Any:
+                given = inputs(sampling={**SAMPLING, "max_tokens": str(tokens), "ignore_eos": "true"})
+                return (await client.infer("fake", given)).get_response().parameters
+
+            assert (await infer(2))["weight_version"].int64_param == 0
+            asked = asyncio.ensure_future(infer(300))
+            while not (await run.frontend.stats()).running:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.1)
+            await run.supervisor.operations.run(UpdateWeights("new", 6, "keep"))
+            found = await asked
+            assert found["weight_version"].int64_param == 6
+            (((old, start, middle), (new, same, end)),) = json.loads(found["weight_versions"].string_param)
+            assert (old, start, new, same, end) == (0, 0, 6, middle, 300)
+            assert "weight_versions" not in (last := await infer(2))
+            assert last["weight_version"].int64_param == 6
 
     asyncio.run(main())
 

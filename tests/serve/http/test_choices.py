@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from jaxinfer.serve.http.choices import LOWEST_LOGPROB, ChatChoice, ResponseFields, TextChoice
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
@@ -50,3 +52,22 @@ def test_hidden_tokens_take_no_place_in_the_text():
     three = [position((9, -1.0)), position((3, -1.0)), position((3, -1.0))]
     assert logprobs_of(*three)["text_offset"] == [0, 3, 4]
     assert logprobs_of(*three, hidden=frozenset({9}))["text_offset"] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [ChatChoice, TextChoice])
+def test_versions_of_weights_are_in_the_last_chunk_and_in_the_whole(kind):
+    several = {"weight_version": 4, "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in RANGES]}
+    for versions, fields in (((), {"weight_version": 0}), (((4, 3),), {"weight_version": 4}), (VERSIONS, several)):
+        deltas = [OutputDelta(0, "c", [3]), OutputDelta(0, "c", [3, 3], (), "length", weight_versions=versions)]
+        given = [0, Words(), ResponseFields(token_ids=True)] + [[]] * (kind is TextChoice)
+        whole, streamed = kind(*given), kind(*given)
+        for delta in deltas:
+            whole.take(delta)
+        chunks = [json.loads(chunk) for delta in deltas for chunk in streamed.chunks(delta)]
+        for choice in (whole.whole(), chunks[-1]):
+            assert {name: choice.get(name) for name in fields} == fields
+            assert ("weight_versions" in choice) == (versions is VERSIONS)
+        assert not any("weight_version" in chunk for chunk in chunks[:-1])
+
+
+VERSIONS, RANGES = ((0, 1), (2, 1), (4, 1)), [(0, 0, 1), (2, 1, 2), (4, 2, 3)]

@@ -46,6 +46,24 @@ def test_a_pause_and_its_end():
     run(test)
 
 
+def test_while_paused_deadlines_pass_and_a_drain_ends():
+    async def test():
+        async with serving(SLOW) as running, running.http() as client:
+            await client.post("/pause", params={"mode": "keep"})
+            answer = await client.post("/v1/completions", json=ASKED, headers={"X-Request-Timeout": "0.2"})
+            assert answer.status_code == 504
+            waiting = asyncio.ensure_future(client.post("/v1/completions", json=ASKED))
+            while not running.frontend.active:
+                await asyncio.sleep(0.005)
+            assert await running.frontend.drain(0.2) == 1
+            assert (await waiting).status_code == 503
+            assert (await client.get("/is_paused")).json() == {"is_paused": True}
+            await client.post("/resume")
+            await running.quiet()
+
+    run(test)
+
+
 def test_all_requests_are_aborted():
     async def test():
         async with serving(SLOW) as running, running.http() as client:
