@@ -4,9 +4,9 @@
 
 The reward is a program: the share of the letters of a completion that are "e". Each step samples a group of completions
 for each prompt, makes one gradient step (Shao et al. 2024, https://arxiv.org/abs/2402.03300) with optax, and serves the
-new weights. With ``--trainer served`` the loss takes its log-probabilities from `Model.logprobs`, which computes them by
-the sampler's own programs: the difference to those of the sampler is exactly 0. With ``--trainer apply`` it takes them
-from `Model.apply`, as trainers elsewhere do: about 1e-5.
+new weights. With ``--trainer served`` the loss takes its log-probabilities from `Model.logprobs`, by the sampler's own
+programs: the difference to those of the sampler is exactly 0. With ``--trainer apply`` it takes them from `apply`,
+as trainers elsewhere do: about 1e-5.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import functools
 import json
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jaxinfer import LLM, SamplingParams, load_model
 
 PROMPTS = ("To be, or", "My lord,", "What is", "The king", "I have", "Come,", "If thou", "O, she")
-GROUP, TOKENS, CLIP, RATE = 8, 24, 0.2, 3e-4
+GROUP, TOKENS, CLIP, RATE = 8, 24, 0.2, 1e-3
 Logprobs = Callable[[Any, "Rollouts"], Array]
 
 
@@ -118,9 +119,8 @@ def report(step: int, rollouts: Rollouts, found: np.ndarray, seconds: float) -> 
         "difference": float(np.abs(difference).max()),
         "kl": float(np.mean(np.exp(difference) - 1 - difference)),  # k3 of http://joschu.net/blog/kl-approx.html
     }
-    print(
-        f"step {step:3}  reward {row['reward']:.3f}  difference {row['difference']:.1e}  kl {row['kl']:.1e}  {seconds:.1f} s"
-    )
+    curves = f"reward {row['reward']:.3f}  difference {row['difference']:.1e}  kl {row['kl']:.1e}"
+    sys.stdout.write(f"step {step:3}  {curves}  {seconds:.1f} s\n")
     return row
 
 

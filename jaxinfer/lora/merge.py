@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Shaped
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
@@ -110,7 +111,7 @@ def _storage(weight: Any) -> str:
     return type(getattr(weight, "layout", weight)).__name__
 
 
-def _flat(delta: Delta, spec: ParamSpec) -> np.ndarray:
+def _flat(delta: Delta, spec: ParamSpec) -> Shaped[Any, "*experts out rank"]:
     """Return B with its outputs flattened to one dimension: [*experts, out, rank]."""
     experts = spec.shape[: delta.a.ndim - 2]
     return delta.b.reshape(*experts, -1, delta.b.shape[-1])
