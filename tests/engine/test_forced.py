@@ -13,7 +13,7 @@ SETTINGS = {
     "plain": {},
     "no_async": {"async_scheduling": False},
     "multi_step": {"multi_step": 4},
-    "small_pool": {"num_pages": 12, "max_model_len": 128},
+    "small_pool": {"num_pages": 9, "page_size": 16, "max_model_len": 128},
     "ngram": {"speculative": "ngram", "num_speculative_tokens": 4},
     "grammar": {"speculative": "grammar"},
 }
@@ -49,12 +49,16 @@ def generated(llm: LLM, count: int = 12):
 def test_logprobs_have_the_bits_of_the_generation(name):
     llm = make(name)
     prompts, completions, want = generated(llm)
+    before = sum(llm.engine.stats().preemptions.values())
     with count_compilations() as seen:
         found = llm.logprobs(prompts, completions)
     assert seen.count == 0
     assert [each.dtype for each in found] == [np.float32] * len(found)
     assert [each.tobytes() for each in found] == [each.tobytes() for each in want]
     assert len(set(np.concatenate(found).tolist())) > 30
+    stats = llm.engine.stats()
+    assert (sum(stats.preemptions.values()) > before) == (name == "small_pool")
+    assert stats.replay_mismatches == 0
     llm.engine.check()
 
 

@@ -19,7 +19,7 @@ KINDS = {
     "plain": {},
     "multi_step": {"multi_step": 3},
     "ngram": {"speculative": "ngram", "num_speculative_tokens": 4},
-    "small_pool": {"num_pages": 12, "max_model_len": 128},
+    "small_pool": {"num_pages": 9, "page_size": 16, "max_model_len": 128},
 }
 
 
