@@ -248,7 +248,7 @@ class _Work:
         engine, (*_, largest) = self._programs.engine, self._programs.sizes
         cache = abstract_cache(self._stage.model, engine, replicated(self._programs.mesh))
         images = None if cache is None else jnp.zeros(cache.shape, cache.dtype)
-        firsts, ends = np.arange(0, self._fed, largest), self._sequences.begins - 1
+        firsts, ends = jnp.arange(0, self._fed, largest), self._sequences.begins - 1
         places, count = _compacted(firsts < ends[:, None])
         tokens = jnp.pad(self._sequences.tokens, ((0, 0), (0, largest)))
         sizes = jnp.asarray(self._chosen_sizes())
@@ -357,7 +357,7 @@ def _laid_out(served: Any, own: Any, given: Any) -> Any:
     if not (isinstance(served, kinds) and isinstance(own, kinds)):  # other storages have one layout
         return given
     weight = given.weight if isinstance(own, Unquantized) else given
-    here, there = (spec.weight.inputs if isinstance(spec, Unquantized) else spec.inputs for spec in (own, served))
-    if here != there:
+    here, there = ((spec.weight if isinstance(spec, Unquantized) else spec).inputs for spec in (own, served))
+    if here is not None and there is not None and here != there:
         weight = jnp.moveaxis(weight, here, there)
     return dataclasses.replace(served, weight=weight) if isinstance(served, Unquantized) else weight
