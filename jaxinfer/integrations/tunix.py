@@ -183,19 +183,17 @@ class JaxinferRollout(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: Int[Array, "batch prompt"], completion_tokens: Int[Array, "batch completion"]
     ) -> Float[Array, "batch completion"]:
-        """Return the log-probabilities of completions, as `LLM.logprobs`; 0 at padding.
+        """Return the log-probabilities of completions, as `LLM.logprobs`; 0 after the EOS.
 
         Args:
             prompt_tokens: padded on the left.
-            completion_tokens: padded on the right, after the EOS if there is one.
+            completion_tokens: padded on the right after the EOS.
         """
         prompts = [without_left(row, self.pad_id()) for row in np.asarray(prompt_tokens)]
-        answers = [without_right(row, self.pad_id(), self.eos_id()) for row in np.asarray(completion_tokens)]
+        answers = [up_to_end(row, self.eos_id()) for row in np.asarray(completion_tokens)]
         result = np.zeros(np.shape(completion_tokens), np.float32)
-        asked = [index for index, answer in enumerate(answers) if answer]
-        found = self._sampler.llm.logprobs([prompts[index] for index in asked], [answers[index] for index in asked])
-        for index, values in zip(asked, found, strict=True):
-            result[index, : len(values)] = values
+        for row, values in zip(result, self._sampler.llm.logprobs(prompts, answers), strict=True):
+            row[: len(values)] = values
         return jnp.asarray(result)
 
     @override
@@ -247,10 +245,8 @@ def without_left(row: np.ndarray, pad: int) -> list[int]:
     return row[kept[0] :].tolist() if kept.size else []
 
 
-def without_right(row: np.ndarray, pad: int, eos: int) -> list[int]:
-    """Return a row of ids up to its first EOS or, without one, without its padding on the right."""
+def up_to_end(row: np.ndarray, eos: int) -> list[int]:
+    """Return a row of ids up to its first EOS; all of it without one: a sample may hold the id of padding."""
     ends = np.flatnonzero(row == eos)
-    if ends.size:
-        return row[: ends[0] + 1].tolist()
-    kept = np.flatnonzero(row != pad)
-    return row[: kept[-1] + 1].tolist() if kept.size else []
+    ids: list[int] = (row[: ends[0] + 1] if ends.size else row).tolist()
+    return ids

@@ -58,7 +58,8 @@ def sync(uuid: int, weights: Any = None, version: int = 1) -> Any:
 
 
 def test_a_response_has_arrays_of_tokens_and_log_probabilities(sampler: JaxinferAsyncSampler, llm: RolloutLLM):
-    (response,) = run(sampler.sample(request([3, 4, 5])))
+    before, response = run(sampler.sample(request([6, 7])), sampler.sample(request([3, 4, 5])))
+    assert before.prompt_token_ids.tolist() == [6, 7]
     assert isinstance(response, SamplingResponse)
     assert (response.request_id, response.metadata, response.finish_reason) == ("r", {"a": 1}, "length")
     assert response.prompt_token_ids.tolist() == [3, 4, 5]

@@ -78,8 +78,12 @@ class Candidate:
         return {source.name: spec.dtype for spec in self.specs.values() for source in spec.sources if spec.dtype}
 
 
-def candidates(model: Specified, names: str | None) -> Iterator[Candidate]:
-    """Yield the candidates of a convention, or of all (None)."""
+def candidates(model: Specified, names: str | None, first: str | None = None) -> Iterator[Candidate]:
+    """Yield the candidates of a convention, or of all (None).
+
+    Args:
+        first: name of an array: leave out candidates of Hugging Face's names without it.
+    """
     plain = _plain(model)
     if names in (None, OWN):
         yield _own(model.specs)
@@ -87,7 +91,7 @@ def candidates(model: Specified, names: str | None) -> Iterator[Candidate]:
             yield _own(plain)
     specs = dict(walk_specs(plain))
     if names in (None, "hf"):
-        yield from _of_tensors(model, plain)
+        yield from _of_tensors(model, plain, first)
     dense = dense_of(specs, model.config)
     for kind, tables in _TABLES.items():
         if names in (None, kind) and dense is not None:
@@ -123,17 +127,27 @@ def _rows(specs: Mapping[Path, ParamSpec]) -> Table:
     return {source.name: Row((source.name,), source.shape) for source in sources}
 
 
-def _of_tensors(model: Specified, specs: ParamTree) -> Iterator[Candidate]:
+def _of_tensors(model: Specified, specs: ParamTree, first: str | None) -> Iterator[Candidate]:
     """Yield the candidates of Hugging Face's names: with each spelling of a wrapper, and each layout of experts."""
     head = _tied_head(model)
-    for spell in spellings(model.family.prefix, wrapped=True):
-        for form in stacked_forms(with_names(specs, spell)):
-            named = dict(walk_specs(form))
-            rows, ties = _rows(named), {}
-            if head is not None:
-                table, tensor = named[EMBEDDING].sources[0], spell(head)
-                rows[tensor], ties = Row((tensor,), table.shape), {tensor: table.name}
-            yield Candidate("hf", named, rows, ties)
+    for form in stacked_forms(specs):
+        names = {source.name for _, spec in walk_specs(form) for source in spec.sources} | ({head} if head else set())
+        seen = list[set[str]]()
+        for spell in spellings(model.family.prefix, wrapped=True):
+            spelt = set(map(spell, names))
+            if spelt not in seen and (first is None or first in spelt):
+                seen.append(spelt)
+                yield _spelt(form, spell, head)
+
+
+def _spelt(specs: ParamTree, spell: Callable[[str], str], head: str | None) -> Candidate:
+    """Return the candidate of the tensors of specs, which ``spell`` renames, and of the head of a tied model."""
+    named = dict(walk_specs(with_names(specs, spell)))
+    rows = _rows(named)
+    if head is None:
+        return Candidate("hf", named, rows)
+    table, tensor = named[EMBEDDING].sources[0], spell(head)
+    return Candidate("hf", named, rows | {tensor: Row((tensor,), table.shape)}, {tensor: table.name})
 
 
 def _tied_head(model: Specified) -> str | None:

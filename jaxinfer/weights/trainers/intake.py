@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -115,40 +116,59 @@ class _Intake:
         self._dtype, self._partial, self._cast = np.dtype(model.dtype).name, partial, cast
         others = OTHER_TENSORS if getattr(model, "vision", None) is None else ()
         self._ignored = (*HARMLESS, *others, *model.family.ignore, *getattr(model.config, "ignored", ()))
-        self._candidates = list(candidates(model, names))
-        if not self._candidates:
+        self._possible = functools.partial(candidates, model, names)
+        self._candidates: list[Candidate] = []
+        if next(self._possible(), None) is None:
             reason = "is for dense decoders like Llama, Qwen and Gemma, and this model is another one"
             raise WeightsError(f"names={names!r} {reason}", "names", given=names)
         self._seen: set[str] = set()
         self._tied: dict[str, Any] = {}
         self._held: dict[str, Piece] = {}
-        self._board = _Board(self._names)
+        self._latest: _Board | None = None
 
     @property
     def _names(self) -> Candidate:
         return self._candidates[0]
 
+    @property
+    def _board(self) -> _Board:
+        """The board of the names that are the most likely."""
+        if self._latest is None:
+            self._latest = _Board(self._names)
+        elif self._latest.candidate is not self._names:
+            self._latest = _Board(self._names, self._held, self._latest.done)
+        return self._latest
+
     def check(self, pairs: Iterable[tuple[str, Any]]) -> None:
         """Check all arrays of a tree, and choose the names that fit them."""
+        found = next((each for each in self._possible() if self._holds(each, pairs)), None)
+        self._candidates = list(self._possible()) if found is None else [found]
         rows = [self._row(name, array) for name, array in pairs]
         tensors = {tensor for row in rows if row is not None for tensor in row.tensors}
         for spec in self._names.specs.values():
             self._require({source.name for source in spec.sources} - tensors, spec)
-        del self._candidates[1:]
         self._seen.clear()
+
+    def _holds(self, candidate: Candidate, pairs: Iterable[tuple[str, Any]]) -> bool:
+        """Return whether a candidate has rows for all arrays that are used."""
+        rows = ((candidate.row(name), name, array) for name, array in pairs)
+        return all(self._is_ignored(name) if row is None else row.fits(np.shape(array)) for row, name, array in rows)
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored)
 
     def read(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[Path, Any]]:
         """Yield each parameter when its last array has come."""
         for name, array in pairs:
+            self._candidates = self._candidates or list(self._possible(name))
             if (row := self._row(name, array)) is None:
                 continue
-            if self._board.candidate is not self._names:
-                self._board = _Board(self._names, self._held, self._board.done)
             for index, tensor in enumerate(row.tensors):
                 self._require_tie(tensor, array)
                 if tensor in self._board.users:
                     self._held[tensor] = Piece(array, row.view, index)
                 yield from (self._make(path) for path in self._board.arrived(tensor) if self._is_settled(path))
+        self._candidates = self._candidates or list(self._possible())
         for path, missing in list(self._board.waiting.items()):
             self._require(missing, self._names.specs[path])
             if not missing:
@@ -171,7 +191,7 @@ class _Intake:
             raise TypeError(f"{quoted(name)} is a {type(array).__name__}, and must be an array")
         known = [(each, row) for each in self._candidates if (row := each.row(name)) is not None]
         if not known:
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignored):
+            if self._is_ignored(name):
                 return None
             raise WeightsError(
                 f"the model has no array {quoted(name)}{self._under(self._names)}", name, given=array.shape
