@@ -80,6 +80,8 @@ class TokenArrays:
         sampling_mask: token ids that the sampler could draw, as ``indptr`` and ``indices`` of a CSR matrix: those of
             token i are ``indices[indptr[i] : indptr[i + 1]]``, ascending.
         vocabulary: log probabilities of the whole vocabulary.
+        routed_experts: experts that the forward pass of each token took, that of the token before it: the argument of
+            `Model.apply` at these positions.
     """
 
     token_ids: Int32[np.ndarray, " tokens"]
@@ -88,6 +90,7 @@ class TokenArrays:
     token_logprobs: Float32[np.ndarray, "tokens ids"] | None = None
     sampling_mask: tuple[Int32[np.ndarray, " bounds"], Int32[np.ndarray, " kept"]] | None = None
     vocabulary: Float32[np.ndarray, "tokens vocab"] | None = None
+    routed_experts: Int32[np.ndarray, "tokens layers top_k"] | None = None
 
 
 def arrays_of(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> TokenArrays:
@@ -106,6 +109,7 @@ def arrays_of(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -
         np.array([each.token_logprobs for each in extras], np.float32) if first.token_logprobs else None,
         None if first.kept is None else (bounds, np.concatenate(kept)),
         None if first.vocabulary is None else np.stack(_vocabularies(extras)),
+        np.array([each.experts for each in extras], np.int32) if first.experts else None,
     )
 
 

@@ -201,8 +201,8 @@ class SamplingParams:
     """Parameters of sampling and stopping. Names and defaults are vLLM's. The fields are the rows of `PARAMETERS`.
 
     Log probabilities are those of the raw logits, before any processor, unless ``logprobs_mode`` says otherwise.
-    ``logprob_token_ids``, ``return_entropy`` and ``return_sampling_mask`` imply ``logprobs`` 0. ``seed`` None is drawn
-    once, at admission.
+    ``logprob_token_ids``, ``return_entropy``, ``return_sampling_mask`` and ``return_routed_experts`` imply ``logprobs``
+    0. ``seed`` None is drawn once, at admission.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` and ``top_n_sigma`` -1 to 0, sequences and a
     single ``stop`` string to tuples, ``logit_bias`` to a plain dict. Checks that need the model (is a token id in the
@@ -230,6 +230,7 @@ class SamplingParams:
         logprob_token_ids: up to 128 token ids whose log probabilities are returned at each output position
         return_entropy: return the entropy at each output position
         return_sampling_mask: return the token ids that the sampler could draw at each output position
+        return_routed_experts: return the experts that the forward pass of each output position took, by layer
         logit_bias: numbers from -100 to 100 by token id, added to the logits
         allowed_token_ids: the only token ids that may be generated, at least one
         forced_token_ids: the output is exactly these token ids, with their own log probabilities; max_tokens is their
@@ -269,6 +270,7 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = _field(None, trains=True)
     return_entropy: bool = _field(False, trains=True)
     return_sampling_mask: bool = _field(False, trains=True)
+    return_routed_experts: bool = _field(False, trains=True)
     logit_bias: Mapping[int, float] | None = _field(None, probe={0: 3.0})
     allowed_token_ids: Sequence[int] | None = _field(None)
     forced_token_ids: Sequence[int] | None = _field(None)
@@ -290,7 +292,7 @@ class SamplingParams:
             _check_forced(self)
             object.__setattr__(self, "max_tokens", len(self.forced_token_ids))
         _check_outputs(self)
-        if self.logprobs is None and (self.logprob_token_ids or self.return_entropy or self.return_sampling_mask):
+        if self.logprobs is None and any(getattr(self, name) for name in EXTRAS):
             object.__setattr__(self, "logprobs", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
@@ -334,6 +336,8 @@ PARAMETERS: Mapping[str, Parameter] = {
 
 
 _TRAINING = tuple(row.name for row in PARAMETERS.values() if row.trains)
+EXTRAS = tuple(name for name in _TRAINING if name != "logprobs_mode")
+"""Parameters that ask for outputs besides log probabilities."""
 
 
 def _check_outputs(params: SamplingParams) -> None:
@@ -537,6 +541,7 @@ class SamplingLimits:
         masks: the decode programs take token masks, which force tokens.
         training: the engine has outputs for training (``enable_training_outputs``).
         whole: these may be of the whole vocabulary.
+        experts: these may be the experts that tokens take.
     """
 
     max_stop_ids: int = 64
@@ -548,3 +553,4 @@ class SamplingLimits:
     masks: bool = False
     training: bool = False
     whole: bool = False
+    experts: bool = False

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxinfer.engine.core import EngineCore, Pace, PauseMode
 from jaxinfer.engine.execution.stages import unshared
@@ -21,22 +18,27 @@ from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import bias_path, merge_lora
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.arrays import abstract, overlaid
-from jaxinfer.parallel.processes import own_part
-from jaxinfer.quant import Quantized, Unquantized, is_stored
-from jaxinfer.quant.make.again import LayoutError, quantized_again
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import HEAD, ParamSpec, ParamTree
+from jaxinfer.types import HEAD, walk_specs
+from jaxinfer.weights.fit import (
+    as_declared,
+    checksum_of,
+    fitted,
+    is_spec,
+    leaves_of,
+    map_nodes,
+    placed_node,
+    require_finite,
+    selected,
+    wrong,
+)
+from jaxinfer.weights.trainers import params_from
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 TAGS = (CACHE, WEIGHTS)
 MODES = ("wait", "keep", "abort")
 _AFTER_THE_LAYERS = frozenset(("final_norm", HEAD[0]))  # they change no keys and values
 _PAGE_LOCKED = "pinned_host"
-
-
-class WeightsError(RequestError):
-    """Weights that cannot be served: ``field`` is "params", "version" or the first wrong parameter; the served ones
-    are unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class WeightUpdate:
         """
         found = {path: reference() for path, reference in self.arrays.items()}
         if any(array is None for array in found.values()):
-            raise WeightsError("version", f"={self.version} is not served any more")
+            raise wrong("version", f"={self.version} is not served any more")
         return checksum_of(found.items())
 
 
@@ -100,13 +102,21 @@ class ServedModel:
         return self.commit(self.stage(weights, **options), version)
 
     def stage(
-        self, weights: Any, *, partial: bool = False, drafts: bool = False, cast: bool = False, copy: bool = False
+        self,
+        weights: Any,
+        *,
+        names: str | None = None,
+        partial: bool = False,
+        drafts: bool = False,
+        cast: bool = False,
+        copy: bool = False,
     ) -> StagedWeights:
         """Check new weights and place them on the engine's devices beside the served ones, layer by layer. From any
         thread, while the engine computes.
 
         Args:
-            weights: a nested dict of the model's own names, or a `Model`.
+            weights: a nested dict of the model's own names, a `Model`, or what `params_from` takes.
+            names: see `params_from`.
             partial: it may lack parameters, which stay as they are.
             drafts: they are those of the draft model or head.
             cast: change their dtype to that of the served ones; false: another dtype is rejected.
@@ -117,21 +127,24 @@ class ServedModel:
         """
         begun, model = time.perf_counter(), self._model(drafts)
         given = weights.params if isinstance(weights, Model) else weights
+        if names is not None or not _is_own(model, given):
+            given = params_from(model, given, names=names, partial=partial, cast=cast)
         if self._dropped and partial and not drafts:
-            raise WeightsError("partial", "=True: all parameters are needed after sleep(level=2)")
+            raise wrong("partial", "=True: all parameters are needed after sleep(level=2)")
         specs = selected(model.specs, given, partial=partial)
-        if not jax.tree.leaves(specs, is_leaf=_is_spec):
-            raise WeightsError("params", "has no parameter")
-        fit = functools.partial(_fitted, dtype=str(model.dtype), cast=cast, copy=copy)
-        ours = {name: _map_nodes(fit, node, given[name], (name,)) for name, node in specs.items()}
+        if not jax.tree.leaves(specs, is_leaf=is_spec):
+            raise wrong("params", "has no parameter")
+        declared = dict(walk_specs(model.declared_specs))
+        fit = functools.partial(fitted, declared=declared, dtype=str(model.dtype), cast=cast, copy=copy)
+        ours = {name: map_nodes(fit, node, given[name], (name,)) for name, node in specs.items()}
         with self._staging:
             placed, params = [], dict[str, Any]()
             for name in specs:
                 part = model.replace(specs={name: specs[name]}, params={name: ours.pop(name)()}, draft=None)
                 placed.append(self.engine.stage(part, drafts=drafts))
-                params[name] = _placed_node(part.params[name], placed[-1], name)
+                params[name] = placed_node(part.params[name], placed[-1], name)
                 if self._check_finite:
-                    _require_finite(params[name], name)
+                    require_finite(params[name], name)
         shares = not copy and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
         return StagedWeights(placed, params, drafts, shares, time.perf_counter() - begun)
 
@@ -163,18 +176,18 @@ class ServedModel:
         """Return the number of the next version; raise WeightsError unless weights can be updated to ``version``."""
         served = self.engine.weight_version
         if WEIGHTS in self._asleep:
-            raise WeightsError("params", "cannot be updated while the weights are asleep: wake_up(['weights']) first")
+            raise wrong("params", "cannot be updated while the weights are asleep: wake_up(['weights']) first")
         if version is None:
             return served + 1
         if isinstance(version, bool) or not isinstance(version, int) or not served < version < 2**63:
-            raise WeightsError("version", f"={version!r} must be an integer greater than {served}, which is served")
+            raise wrong("version", f"={version!r} must be an integer greater than {served}, which is served")
         return version
 
     def _model(self, drafts: bool) -> Model:
         if not drafts:
             return self.model
         if self.model.draft is None:
-            raise WeightsError("params", "are those of a draft model, and the engine has none")
+            raise wrong("params", "are those of a draft model, and the engine has none")
         return unshared(self.model.draft, self.model)
 
     # ---- memory
@@ -302,14 +315,17 @@ class WeightFrontend:
         version: int | None = None,
         mode: str = "wait",
         partial: bool = False,
+        names: str | None = None,
         cast: bool = False,
         copy: bool = False,
     ) -> WeightUpdate:
         """Serve new weights: all of them from the same step on, without a compilation.
 
         Args:
-            params: a nested dict of the model's own names, or a `Model`. Arrays are placed like the served ones; those
-                that are there already are used themselves, unless ``copy``.
+            params: a nested dict of the model's own names, a `Model`, an `nnx.State`, or pairs (name, array) in the
+                names of a trainer (docs/trainers.md). Arrays are placed like the served ones; those that are there
+                already are used themselves, unless ``copy``.
+            names: convention of the names, one of `jaxinfer.weights.trainers.NAMES`; None finds it.
             version: number of the new weights, greater than that of the served ones (None: by 1).
             mode: what becomes of running requests: "keep": they go on under the new weights, "abort": they end,
                 "wait": there are none, or the call is rejected.
@@ -323,7 +339,7 @@ class WeightFrontend:
         served.require_version(version)
         if require_mode(mode) == "wait" and served.engine.has_work:
             raise RequestError("mode", "='wait' while requests of this LLM run: keep or abort them")
-        staged = served.stage(params, partial=partial, cast=cast, copy=copy)
+        staged = served.stage(params, names=names, partial=partial, cast=cast, copy=copy)
         if mode == "abort":
             self.abort_all()
         return served.commit(staged, version)
@@ -397,17 +413,14 @@ def _only(tree: Any, paths: Iterable[tuple[str, ...]]) -> Any:
 
 def _with_plain(model: Model, paths: Iterable[tuple[str, ...]]) -> Model:
     """Return the model with these weights in the layout of its family."""
-    plain = _map_nodes(
-        lambda path, node, _: lambda: _plain(node), _only(model.params, paths), _only(model.params, paths), ()
-    )
+    own, declared = _only(model.params, paths), dict(walk_specs(model.declared_specs))
+    plain = map_nodes(lambda path, node, _: lambda: as_declared(node, declared[path]), own, own, ())
     return model.replace(params=overlaid(model.params, plain()))
 
 
-def _plain(node: Any) -> Any:
-    if not isinstance(node, Unquantized):
-        return node
-    turn = (0, -1) if node.layout == "in first" else (-1, 0)
-    return jnp.asarray(np.moveaxis(np.asarray(node.weight), *turn))
+def _is_own(model: Model, given: Any) -> bool:
+    """Whether a tree has the model's own names, or could have no others."""
+    return isinstance(given, dict) and all(name in model.specs for name in given)
 
 
 def require_mode(mode: str) -> PauseMode:
@@ -429,130 +442,3 @@ def require_tags(tags: Iterable[str]) -> list[str]:
 def copied_arrays(tree: Any) -> Any:
     """Return copies of arrays, where they are."""
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), tree)
-
-
-def checksum_of(arrays: Iterable[tuple[str, Any]]) -> str:
-    """Return a digest (BLAKE2b, 128 bits) of arrays, in the order of their paths: path, shape, dtype and bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path, array in sorted(arrays, key=lambda pair: pair[0]):
-        values = np.ascontiguousarray(np.asarray(array))
-        digest.update(f"{path} {values.shape} {values.dtype}".encode())
-        digest.update(values.reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
-def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the arrays of a tree with their paths: ``layers_2.mlp.down``."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
-
-
-def selected(specs: ParamTree, given: Any, *, partial: bool, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the specs of the given parameters.
-
-    Raises:
-        WeightsError: a parameter is unknown, or missing while not ``partial``.
-    """
-    if not isinstance(given, Mapping):
-        raise WeightsError(".".join(path) or "params", f"is a {type(given).__name__}, and must be a dict")
-    for name in given:
-        if name not in specs:
-            raise WeightsError(".".join((*path, name)), "is not a parameter of the model")
-    missing = [name for name in specs if name not in given]
-    if missing and not partial:
-        raise WeightsError(".".join((*path, missing[0])), "is missing")
-    return {
-        name: selected(node, given[name], partial=partial, path=(*path, name)) if isinstance(node, dict) else node
-        for name, node in specs.items()
-        if name in given
-    }
-
-
-def _map_nodes(function: Callable[[str, Any, Any], Any], specs: Any, given: Any, path: tuple[str, ...]) -> Any:
-    """Check the nodes of two trees, of which a stored weight is one, by ``function(path, spec, value)``; return what
-    makes the tree of its results."""
-    if isinstance(specs, dict):
-        made = {name: _map_nodes(function, node, given[name], (*path, name)) for name, node in specs.items()}
-        return lambda: {name: make() for name, make in made.items()}
-    return function(".".join(path), specs, given)
-
-
-def _fitted(path: str, spec: Any, value: Any, *, dtype: str, cast: bool, copy: bool) -> Callable[[], Any]:
-    """Check a given weight; return what converts it to the form of the served one.
-
-    Raises:
-        WeightsError: it has another shape or dtype, or cannot be stored in this form.
-    """
-    array = functools.partial(_array, dtype=dtype, cast=cast, copy=copy)
-    if not is_stored(spec):
-        return array(path, spec, value)
-    if isinstance(value, type(spec)):
-        specs, form = jax.tree.flatten(spec, is_leaf=_is_spec)
-        leaves, own = jax.tree.flatten(value)
-        if own != form:
-            raise WeightsError(path, "is stored in another layout than the served weight")
-        made = [array(path, one, leaf) for one, leaf in zip(specs, leaves, strict=True)]
-        return lambda: form.unflatten([make() for make in made])
-    if isinstance(spec, Unquantized):  # turned: see `jaxinfer.quant.laid_out`
-        first = spec.layout == "in first"
-        plain = spec.shape if first else (spec.shape[-1], *spec.shape[:-1])
-        make = array(path, dataclasses.replace(spec.weight, shape=plain), value)
-        turn = (-1, 0) if first else (0, -1)
-        return lambda: spec.rebuilt({"weight": np.array(np.moveaxis(np.asarray(make()), *turn), order="C")})
-    return _quantized_again(path, spec, value)
-
-
-def _quantized_again(path: str, spec: Any, value: Any) -> Callable[[], Any]:
-    if not isinstance(spec, Quantized):
-        raise WeightsError(path, f"is stored in several layouts: give a {type(spec).__name__}")
-    _require_shape(path, spec.shape, value)
-    try:
-        jax.eval_shape(functools.partial(quantized_again, spec), jax.ShapeDtypeStruct(value.shape, np.float32))
-    except LayoutError as error:
-        raise WeightsError(path, f"cannot be quantised again: {error}") from error
-    return lambda: quantized_again(spec, jnp.asarray(value))
-
-
-def _array(path: str, spec: ParamSpec, value: Any, *, dtype: str, cast: bool, copy: bool) -> Callable[[], Any]:
-    _require_shape(path, spec.shape, value)
-    if isinstance(value, jax.Array) and value.is_deleted():
-        raise WeightsError(path, "was deleted: a program that donates its arguments took it")
-    wanted = jnp.dtype(spec.dtype or dtype)
-    if value.dtype != wanted and not cast:
-        raise WeightsError(path, f"is {value.dtype}, and must be {wanted}: cast=True converts it")
-    if isinstance(value, jax.Array) and (value.dtype == wanted or _platform(value) != "cpu"):
-        if value.dtype != wanted:
-            return lambda: value.astype(wanted)
-        return lambda: jax.device_put(value, value.sharding, may_alias=False) if copy else value
-    return lambda: np.array(value, wanted)  # a copy: an array of the caller may change
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, ParamSpec)
-
-
-def _platform(array: jax.Array) -> str:
-    return next(iter(array.devices())).platform
-
-
-def _require_shape(path: str, shape: tuple[int, ...], value: Any) -> None:
-    found = tuple(value.shape) if hasattr(value, "shape") and hasattr(value, "dtype") else type(value).__name__
-    if found != tuple(shape):
-        raise WeightsError(path, f"is {found}, and must be {tuple(shape)}")
-
-
-def _placed_node(own: Any, placed: Any, name: str) -> Any:
-    """Return a node with the placed arrays, as far as they are in its form; others stay the given ones."""
-    while isinstance(placed, list):
-        placed = next((each for each in placed if each), {})
-    there = placed.get(name)
-    if jax.tree.structure(own) != jax.tree.structure(there):
-        return own
-    return jax.tree.map(lambda mine, other: other if mine.shape == other.shape else mine, own, there)
-
-
-def _require_finite(node: Any, name: str) -> None:
-    for path, array in leaves_of({name: node}):
-        part = own_part(array) if isinstance(array, jax.Array) else np.asarray(array)
-        if jnp.issubdtype(part.dtype, jnp.floating) and not np.isfinite(part).all():
-            raise WeightsError(path, "has NaN or infinite values")

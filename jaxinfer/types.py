@@ -192,12 +192,14 @@ class PositionExtras(NamedTuple):
         token_logprobs: of the request's ``logprob_token_ids``.
         kept: token ids that the sampler could draw: ascending int32 in this machine's byte order.
         vocabulary: log probabilities of the whole vocabulary: float32.
+        experts: ids of the experts that the forward pass took, for each layer that has any.
     """
 
     entropy: float | None = None
     token_logprobs: tuple[float, ...] = ()
     kept: bytes | None = None
     vocabulary: bytes | None = None
+    experts: tuple[tuple[int, ...], ...] = ()
 
 
 class PositionLogprobs(NamedTuple):

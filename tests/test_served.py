@@ -18,7 +18,8 @@ from jaxinfer.engine.engine import DeletedWeightsError
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import RequestError, SamplingParams
-from jaxinfer.served import WeightsError, checksum_of, leaves_of
+from jaxinfer.weights.errors import WeightsError
+from jaxinfer.weights.fit import checksum_of, leaves_of
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, make_requests
 from tests.engine.test_invariance import bits
 from tests.fakes import random_model
@@ -199,7 +200,7 @@ def test_wrong_weights_change_nothing(tiny, kind):
     before = bits(generate(llm, [request])[0])
     with pytest.raises(WeightsError) as refused:
         llm.update_weights(changed(of_version(model, 1), path, value))
-    assert refused.value.place == place
+    assert refused.value.name == place
     assert llm.weight_version == 0
     assert bits(generate(llm, [request])[0]) == before
 
@@ -331,8 +332,7 @@ def test_sleep_frees_what_its_level_says(tiny):
     llm.sleep(1, ["kv_cache"])
     assert live_bytes() <= awake - pools
     llm.wake_up()
-    awake_again = live_bytes()
-    assert awake - 2**14 <= awake_again <= awake  # some step's results are gone
+    assert awake - pools < live_bytes() <= awake
     del model
     llm.sleep(2)
     assert live_bytes() <= awake - pools - weights
@@ -345,7 +345,7 @@ def test_sleep_frees_what_its_level_says(tiny):
     llm.update_weights(random_model(num_hidden_layers=1).params)
     llm.wake_up()
     generate(llm, simple_requests(4, 97))
-    assert awake - 2**14 <= live_bytes() <= awake
+    assert live_bytes() <= awake
 
 
 def test_a_hundred_naps_leave_nothing_behind(tiny):

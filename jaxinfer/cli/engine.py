@@ -22,6 +22,7 @@ _LISTS = ("stop", "stop_token_ids", "bad_words", "forced_token_ids", "logprob_to
 _SWITCHES = (
     "return_entropy",
     "return_sampling_mask",
+    "return_routed_experts",
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
@@ -91,6 +92,7 @@ def add_sampling(parser: Parser) -> None:
     group.add_argument("--logprob-token-ids", type=int, nargs="+", metavar="N", help=values)
     group.add_argument("--return-entropy", action="store_true", help="show entropies with --json")
     group.add_argument("--return-sampling-mask", action="store_true", help="show what could be drawn with --json")
+    group.add_argument("--return-routed-experts", action="store_true", help="show experts with --json")
     group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that must not occur in the output")
     group.add_argument("--ignore-eos", action="store_true", help="continue after the EOS token")
     group.add_argument("--include-stop-str-in-output", action="store_true", help="keep the stop string in the output")

@@ -82,6 +82,7 @@ class SamplingOptions(TypedDict, total=False):
     logprob_token_ids: Sequence[int] | None
     return_entropy: bool | None
     return_sampling_mask: bool | None
+    return_routed_experts: bool | None
     skip_special_tokens: bool | None
     speculation: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None

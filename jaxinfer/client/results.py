@@ -50,6 +50,7 @@ class PositionLogprobs:
         entropy: in nats, if requested.
         token_logprobs: of the request's ``logprob_token_ids``.
         kept_token_ids: token ids that the sampler could draw, if requested.
+        routed_experts: experts that the forward pass took, for each layer that has any, if requested.
     """
 
     chosen: TokenLogprob
@@ -57,6 +58,7 @@ class PositionLogprobs:
     entropy: float | None = None
     token_logprobs: Sequence[float] = ()
     kept_token_ids: Sequence[int] = ()
+    routed_experts: Sequence[Sequence[int]] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -369,6 +371,7 @@ def _read_position(position: pb.PositionLogprobs) -> PositionLogprobs:
         position.entropy if position.HasField("entropy") else None,
         tuple(position.token_logprobs),
         tuple(position.kept_token_ids),
+        tuple(tuple(layer.ids) for layer in position.routed_experts),
     )
 
 

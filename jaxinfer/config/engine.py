@@ -37,8 +37,8 @@ class ExecutionConfig:
             weights. One scale per token.
         max_logprobs: maximum number of top logprobs that a request may ask for; -1: up to 20, or offline those of the
             whole vocabulary, which needs ``enable_training_outputs``.
-        enable_training_outputs: requests may ask for ``logprobs_mode``, ``logprob_token_ids``, ``return_entropy`` and
-            ``return_sampling_mask``. Off: the programs have no such outputs.
+        enable_training_outputs: requests may ask for ``logprobs_mode``, ``logprob_token_ids``, ``return_entropy``,
+            ``return_sampling_mask`` and ``return_routed_experts``. Off: the programs have no such outputs.
         exactness: "exact": batch-invariant: results are bitwise identical whatever else is served; "relaxed": cached
             pages computed by other programs are reused, too.
         structured_output_helpers: processes that compute grammar masks, started by the first request with

@@ -23,7 +23,7 @@ from jaxinfer.engine.step_trace import StepTrace
 from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.lora.store import LoRAStore
-from jaxinfer.sampling_params import SamplingLimits
+from jaxinfer.sampling_params import RequestError, SamplingLimits
 from jaxinfer.spec import Bounded, make_drafter
 from jaxinfer.structured.masks import Masks
 from jaxinfer.structured.matcher import Vocabulary
@@ -185,6 +185,9 @@ class EngineLoop:
         return works or bool(self._pending or self._settled)
 
     def add(self, request: Request) -> Request:
+        if request.params.return_routed_experts and not self.limits.experts:
+            why = "is not served: the model has no experts, or pipeline stages"
+            raise RequestError("return_routed_experts", why)
         request = seeded(request, self._new_seed)
         self._scheduler.add(request)
         return request

@@ -114,7 +114,10 @@ class JaxinferAsyncSampler:
         return list(responses) if several else responses[0]
 
     async def _respond(self, request: Any) -> SamplingResponse:
-        known = {"request_id": getattr(request, "request_id", ""), "metadata": dict(getattr(request, "metadata", {}))}
+        known: dict[str, Any] = {
+            "request_id": getattr(request, "request_id", ""),
+            "metadata": dict(getattr(request, "metadata", {})),
+        }
         try:
             prompt = self._prompt(getattr(request, "prompt", request))
             params = _params(getattr(request, "sampling_params", None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights import each_param
 
 
+@runtime_checkable
 class WeightUpdate(Protocol):
     """Result of an update: see `LLM.update_weights`."""
 
@@ -23,6 +24,7 @@ class WeightUpdate(Protocol):
     def version(self) -> int: ...
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     """The part of `LLM` that trainers use."""
 

@@ -21,7 +21,7 @@ from jaxinfer.sampling_params import RequestError
 __all__ = ["JaxinferAsyncSampler", "JaxinferRollout", "JaxinferSampler"]
 
 
-class JaxinferSampler(BaseSampler):  # type: ignore[misc]  # tunix has no types
+class JaxinferSampler(BaseSampler):
     """A sampler that keeps no module: `update_params` is the only way to its weights.
 
     Args:
@@ -122,7 +122,7 @@ class JaxinferSampler(BaseSampler):  # type: ignore[misc]  # tunix has no types
         )
 
 
-class JaxinferRollout(BaseRollout):  # type: ignore[misc]  # tunix has no types
+class JaxinferRollout(BaseRollout):
     """The rollout engine of an `RLCluster`: ``ClusterConfig(rollout_engine=partial(JaxinferRollout, llm=llm), ...)``.
 
     Args:

@@ -423,7 +423,7 @@ class MoE(Layer):
 
     def given(self) -> Int[Array, "tokens top_k"] | None:
         """Return the experts that tokens must take, see `Model.apply`; None: any."""
-        given = self.get_variable("params", GIVEN)
+        given: Any = self.get_variable("params", GIVEN)
         return None if given is None else given.reshape(-1, given.shape[-1])
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
@@ -450,6 +450,12 @@ def with_routing(params: Any, routed: Iterator[Int[Array, "*batch top_k"]]) -> A
         return params
     inner = {name: with_routing(value, routed) for name, value in params.items()}
     return {**inner, GIVEN: next(routed)} if "router" in params else inner
+
+
+def sown_experts(routing: Mapping[str, Any]) -> Int[Array, "tokens layers top_k"]:
+    """Return the expert ids in the collection ``routing`` of a decoder, in the order of the layers."""
+    layers = sorted(routing, key=lambda name: int(name.removeprefix("layers_")))
+    return jnp.stack([each for name in layers for each in jax.tree.leaves(routing[name])], axis=-2)
 
 
 def layers_of_experts(params: Any) -> int:

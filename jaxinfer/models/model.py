@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.formats.multimodal import text_model
 from jaxinfer.layers.attention import causal_attend
-from jaxinfer.layers.moe import layers_of_experts, with_routing
+from jaxinfer.layers.moe import layers_of_experts, sown_experts, with_routing
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.models.vision.tower import Vision
@@ -143,8 +143,8 @@ class Model:
         Args:
             images: in the order of their image tokens in ``tokens`` (docs/images.md). With normalised pixels (floating
                 point) the logits are differentiable with respect to them.
-            routed_experts: [*batch, time, layers, top_k] ids of the experts that each token takes in each layer that has
-                any (`routed_experts`), with the weights that the router gives them: another forward pass's routing,
+            routed_experts: [*batch, time, layers, top_k] ids of the experts that each token takes in each layer that
+                has any (`routed_experts`), with the weights that the router gives them: another forward pass's routing,
                 replayed. -1: those that the router chooses.
 
         Raises:
@@ -167,9 +167,8 @@ class Model:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         apply: Any = self.module.apply
         _, sown = apply({"params": params}, tokens, positions, causal_attend, None, mutable=["routing"])
-        layers = sorted(sown["routing"], key=lambda name: int(name.removeprefix("layers_")))
-        found = [each for name in layers for each in jax.tree.leaves(sown["routing"][name])]
-        return jnp.stack([each.reshape(*tokens.shape, -1) for each in found], axis=-2)
+        found = sown_experts(sown["routing"])
+        return found.reshape(*tokens.shape, *found.shape[1:])
 
     def _replaying(self, params: Any, tokens: Any, routed: Int[Array, "..."]) -> Any:
         names = [f"layers_{index}" for index in range(len(self.config.layers))]

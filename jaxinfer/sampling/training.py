@@ -34,12 +34,14 @@ class Extras(NamedTuple):
         ids: values of the row's ``logprob_token_ids``, in its mode.
         kept: whether the sampler could draw each token: bit ``i % 32`` of word ``i // 32``.
         whole: values of the whole vocabulary in the row's mode; no column where the engine does not return it.
+        routed: experts that the row's token took in each layer that has any; None: the model has none.
     """
 
     entropy: Float32[Array, " rows"]
     ids: Float32[Array, "rows ids"]
     kept: Int32[Array, "rows words"]
     whole: Float32[Array, "rows whole"]
+    routed: Int32[Array, "rows layers top_k"] | None = None
 
 
 class Drawn(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxinfer.sampling_params import RequestError
+
 _LONGEST = 120
 
 
@@ -12,7 +14,7 @@ class CheckpointError(ValueError):
     """Error for a model folder that cannot be loaded. The message is one user-facing sentence."""
 
 
-class WeightsError(ValueError):
+class WeightsError(RequestError):
     """Error for weights of a trainer that do not fit a model. The message is one user-facing sentence.
 
     Attributes:
@@ -21,7 +23,8 @@ class WeightsError(ValueError):
     """
 
     def __init__(self, message: str, name: str, expected: Any = None, given: Any = None) -> None:
-        super().__init__(message)
+        super().__init__(None, message)
+        self.field = name
         self.name, self.expected, self.given = name, expected, given
 
 

@@ -40,6 +40,8 @@ class Output:
 
     def take(self, delta: SequenceDelta, now: float) -> None:
         """Add a delta, which must continue the isolated run."""
+        if self.reason is FinishReason.ABORT is delta.finish_reason and not delta.token_ids:
+            return  # all were aborted, and then this one
         assert self.reason is None, f"a delta after the end: {delta}"
         before = len(self.request.prompt_token_ids) + len(self.tokens)
         after = before + len(delta.token_ids)

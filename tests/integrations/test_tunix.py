@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -18,6 +19,7 @@ from tests.weights.trainers.models import assert_equal
 from tools.oracle.trainers import TUNIX, tunix_model
 
 pytest.importorskip("tunix")
+from tunix.rl import rl_cluster
 from tunix.rl.rollout.base_rollout import BaseRollout, CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
@@ -146,3 +148,26 @@ def test_what_is_not_supported_is_named(llm: RolloutLLM, name: str):
     with pytest.raises(RequestError) as error:
         tunix.JaxinferSampler(llm, Letters())("ab", 4, **{name: True})
     assert error.value.field == name
+
+
+def test_a_cluster_rolls_out_and_synchronises(llm: RolloutLLM, actor: nnx.Module):
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"))
+    rollouts = RolloutConfig(max_tokens_to_generate=6, max_prompt_length=8, temperature=1.0, return_logprobs=True)
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys((rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT), mesh),
+        rollout_engine=functools.partial(tunix.JaxinferRollout, llm=llm),
+        offload_to_cpu=False,
+        training_config=rl_cluster.RLTrainingConfig(actor_optimizer=optax.sgd(1e-3), eval_every_n_steps=9, max_steps=9),
+        rollout_config=rollouts,
+    )
+    cluster = rl_cluster.RLCluster(actor=actor, reference=tunix_model(CASE), tokenizer=Letters(), cluster_config=config)
+    llm.updates.clear()
+    cluster.sync_weights()
+    assert_equal(llm.updates[0].params, params_from(llm.model, nnx.state(actor, nnx.Param)))
+    output = cluster.generate(["abc", "de"])
+    completions = np.zeros((2, 6), np.int32)
+    for row, tokens in zip(completions, output.tokens, strict=True):
+        row[: len(tokens)] = tokens
+    found = cluster.get_old_per_token_logps(jnp.asarray(output.left_padded_prompt_tokens), jnp.asarray(completions))
+    for row, expected in zip(np.asarray(found), output.logprobs, strict=True):
+        np.testing.assert_allclose(row[: len(expected)], expected, atol=1e-5)

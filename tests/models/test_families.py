@@ -4,6 +4,7 @@ test_parity.py compares families with transformers; here each is compared with i
 batches, saved and loaded, in float32 and bfloat16, forward and backward.
 """
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams, load_model
+from jaxinfer.check_on_policy import Sequences
 from jaxinfer.compilations import count_compilations
 from jaxinfer.models.model import Model
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import init_params, save_params
 from pallas_kernels.matmul import Layout
+from tests.engine.execution.test_on_policy import training_step
 from tests.engine.test_identity import Requests, alone, run
 from tests.fakes import mixed_params
 from tests.models.parity import load_case
@@ -113,6 +116,12 @@ def test_served_logprobs_are_those_of_the_function(llm: LLM):
     for at, (token, logprobs) in enumerate(zip(text[1:], served, strict=True)):
         assert logprobs is not None
         assert abs(logprobs[token].logprob - expected[at, token]) <= 2e-5, at
+
+
+def test_a_trainer_has_the_served_bits(llm: LLM):
+    requests = [(p, dataclasses.replace(each, prompt_logprobs=None, logprobs=0)) for p, each in requests_of(llm.model)]
+    sequences = Sequences.of(llm.generate([prompt for prompt, _ in requests], [params for _, params in requests]))
+    np.testing.assert_array_equal(training_step(llm.model, llm, sequences)[1], sequences.served)
 
 
 def tokens_of(model: Model, length: int = 24) -> jax.Array:

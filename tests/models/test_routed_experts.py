@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.layers.moe import layers_of_experts
+from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from tests.fakes import random_model
 from tests.models.parity import load_case
 from tests.models.test_families import ROWS
@@ -86,3 +88,30 @@ def test_what_is_not_of_the_tokens_or_the_model_is_rejected(model: Model) -> Non
         dense.routed_experts(dense.params, TOKENS)
     with pytest.raises(ValueError, match="routed_experts of shape"):
         dense.apply(dense.params, TOKENS, routed_experts=routed)
+
+
+def test_served_tokens_return_the_experts_of_their_forward_pass(model: Model) -> None:
+    settings = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 16, "prefill_sizes": (32,)}
+    llm = LLM(model, enable_training_outputs=True, **settings)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7]]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=9, return_routed_experts=True)
+    outputs = [whole.outputs[0] for whole in llm.generate(prompts, params)]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        routed = output.arrays.routed_experts
+        tokens = jnp.asarray([*prompt, *output.token_ids])
+        want = np.asarray(model.routed_experts(model.params, tokens))
+        at = slice(len(prompt) - 1, len(tokens) - 1)
+        assert routed.shape == want[at].shape
+        assert (routed == want[at]).mean() > 0.98  # `apply` may round a score in a tie otherwise
+        given = np.full_like(want, -1)
+        given[at] = routed
+        logits = model.apply(model.params, tokens, routed_experts=jnp.asarray(given))
+        logprobs = np.asarray(jax.nn.log_softmax(logits))[np.arange(at.start, at.stop), output.token_ids]
+        np.testing.assert_allclose(logprobs, output.arrays.logprobs, atol=1e-4)
+
+
+def test_models_without_experts_reject_it() -> None:
+    llm = LLM(random_model(), max_num_seqs=2, max_model_len=64, enable_training_outputs=True)
+    with pytest.raises(RequestError) as caught:
+        llm.generate([[1]], SamplingParams(return_routed_experts=True))
+    assert caught.value.field == "return_routed_experts"

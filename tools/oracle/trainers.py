@@ -14,9 +14,9 @@ MaxText's converter makes.
 """
 
 import argparse
-import importlib.util
 import json
 import pathlib
+import runpy
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,14 +184,14 @@ def _tunix(folder: pathlib.Path) -> None:
 
 
 def _maxtext(folder: pathlib.Path, mapping: pathlib.Path) -> None:
-    spec = importlib.util.spec_from_file_location("param_mapping", mapping)
-    library: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(library)
-    records, arrays = {}, {}
+    library = runpy.run_path(str(mapping))
+    records: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
     for case, config in MAXTEXT.items():
         for scanned in (True, False):
             name = f"{case}-{'scanned' if scanned else 'apart'}"
-            shapes, tensors = {}, {}
+            shapes: dict[str, tuple[int, ...]] = {}
+            tensors: dict[str, np.ndarray] = {}
             for key, shape, made in _converted(library, _MAPPINGS[case], config, scanned):
                 shapes[key] = shape
                 tensors |= made
@@ -201,14 +201,14 @@ def _maxtext(folder: pathlib.Path, mapping: pathlib.Path) -> None:
 
 
 def _converted(
-    library: Any, model: str, config: dict[str, Any], scanned: bool
+    library: dict[str, Any], model: str, config: dict[str, Any], scanned: bool
 ) -> Iterator[tuple[str, tuple[int, ...], dict[str, np.ndarray]]]:
     """Yield each array of MaxText: its name, its shape, and the tensors that MaxText's converter makes of it."""
     towers = {"text_config": config, "vision_config": {"num_hidden_layers": 0}}
     both = {**config, **towers}
     mine = types.SimpleNamespace(head_dim=config["head_dim"])
-    hooks = library.HOOK_FNS[model](both, mine, scan_layers=scanned, saving_to_hf=True)
-    for key, tensors in library.PARAM_MAPPING[model](both, mine, scan_layers=scanned).items():
+    hooks = library["HOOK_FNS"][model](both, mine, scan_layers=scanned, saving_to_hf=True)
+    for key, tensors in library["PARAM_MAPPING"][model](both, mine, scan_layers=scanned).items():
         if "vision" in key or not _exists(key, config):
             continue
         own = next(shape(config) for end, shape in _SHAPES.items() if key.endswith(end))
@@ -247,7 +247,8 @@ def _tensor_shape(key: str, own: tuple[int, ...], config: dict[str, Any]) -> tup
 def _write(folder: pathlib.Path, name: str, records: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(records, indent=1) + "\n")
-    np.savez_compressed(folder / f"{name}.npz", **arrays)
+    save: Any = np.savez_compressed
+    save(folder / f"{name}.npz", **arrays)
 
 
 def main() -> None:

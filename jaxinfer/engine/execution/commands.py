@@ -113,7 +113,7 @@ def as_text(batch: PrefillBatch, engine: ResolvedEngine) -> PrefillBatch:
         return batch
     count, size = batch.tokens.shape
     at = (batch.starts[:, None] + np.arange(size, dtype=np.int32)).astype(np.int32)
-    axes = np.repeat(at[:, None], 3, axis=1) if engine.images.axes else None
+    axes = at[:, None] + np.zeros((3, 1), np.int32) if engine.images.axes else None
     ends = at if engine.images.both_ways else None
     return batch._replace(images=np.full((count, size), -1, np.int32), axes=axes, ends=ends)
 
@@ -370,10 +370,11 @@ def _fixed_weights() -> RequestError:
 
 
 class SamplerSnapshot:
-    """Number of a snapshot that executors keep as long as this object is referenced."""
+    """Number of a snapshot that executors keep as long as this object is referenced; ``swapped``: of a sequence that
+    resumes with its pages."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, *, swapped: bool) -> None:
+        self.number, self.swapped = number, swapped
 
 
 class SnapshotNumbers:
@@ -382,8 +383,8 @@ class SnapshotNumbers:
     def __init__(self) -> None:
         self._numbers, self._dropped = itertools.count(), collections.deque[int]()
 
-    def new(self) -> SamplerSnapshot:
-        snapshot = SamplerSnapshot(next(self._numbers))
+    def new(self, *, swapped: bool) -> SamplerSnapshot:
+        snapshot = SamplerSnapshot(next(self._numbers), swapped=swapped)
         weakref.finalize(snapshot, self._dropped.append, snapshot.number)
         return snapshot
 

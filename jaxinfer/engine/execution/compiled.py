@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.encoder import abstract_layout, make_encode
 from jaxinfer.engine.execution.kernel_trial import try_kernels
 from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
-from jaxinfer.engine.execution.stages import Stage, drafted_width
+from jaxinfer.engine.execution.stages import Stage, drafted_width, returns_experts
 from jaxinfer.engine.execution.step import (
     StepState,
     make_decode,
@@ -250,7 +250,12 @@ class _Work:
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread, loops = engine.attention_backend, engine.sequence_parallel_norms, self.stage.loops
         decode = make_decode(
-            self.stage, engine.top_logprobs, engine.num_speculative_tokens, backend, whole=engine.whole_vocabulary
+            self.stage,
+            engine.top_logprobs,
+            engine.num_speculative_tokens,
+            backend,
+            whole=engine.whole_vocabulary,
+            routed=self._routed,
         )
         decode_many = make_decode_many(decode, engine.multi_step)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
@@ -270,6 +275,11 @@ class _Work:
         with_logprobs = make_prefill_logprobs(self.stage, engine.top_logprobs, backend, spread_tokens=spread)
         jobs["prefill_logprobs"] = _Job(with_logprobs, prompt, 1, (pages, out), loops, batch=2)
         return jobs | self._prefill_jobs(make_prefill(self.stage, backend, spread_tokens=spread), pages)
+
+    @property
+    def _routed(self) -> bool:
+        """Whether decode programs return experts."""
+        return returns_experts(self.stage.model.params, self.engine)
 
     def _with_adapters(self, job: _Job) -> _Job:
         """Return the job with `Banked` as first argument, and with the adapter slot of each row in its batch."""

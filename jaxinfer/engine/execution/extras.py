@@ -20,6 +20,7 @@ _WANTS: Mapping[str, Callable[[SamplingParams], bool]] = {
     "ids": lambda params: params.logprob_token_ids is not None,
     "kept": lambda params: params.return_sampling_mask,
     "whole": lambda params: params.logprobs == -1,
+    "routed": lambda params: params.return_routed_experts,
 }
 """Whether a request asks for each field of `Extras`."""
 
@@ -68,12 +69,13 @@ def _extras(row: DecodePlan, extras: Extras, host: dict[str, np.ndarray]) -> Pos
 
     if not any(wants(params) for wants in _WANTS.values()):
         return None
-    entropy, ids, kept, whole = map(read, _WANTS)
+    entropy, ids, kept, whole, routed = map(read, _WANTS)
     return PositionExtras(
         None if entropy is None else float(entropy),
         () if ids is None else tuple(ids[: len(params.logprob_token_ids or ())].tolist()),
         None if kept is None else _ids_of(kept).tobytes(),
         None if whole is None else whole.tobytes(),
+        () if routed is None else tuple(map(tuple, routed.tolist())),
     )
 
 

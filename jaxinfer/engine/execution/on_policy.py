@@ -15,24 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
-from jaxinfer.engine.execution.encoder import text_part
-from jaxinfer.engine.execution.placement import abstract_params, targets_of
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch, as_text
+from jaxinfer.engine.execution.encoder import abstract_cache, text_part
+from jaxinfer.engine.execution.placement import abstract_params, abstract_pools, targets_of
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut
 from jaxinfer.engine.execution.step import make_decode_logprobs, make_prefill
 from jaxinfer.engine.scheduling.buckets import next_chunk
-from jaxinfer.kv.pool import Pool, new_pools
+from jaxinfer.kv.pool import Pool
 from jaxinfer.models.model import Model, require_ids
-from jaxinfer.parallel.mesh import pool_sharding, traced_for
+from jaxinfer.parallel.mesh import replicated, traced_for
 from jaxinfer.quant import Unquantized
 from jaxinfer.quant.banks import without_banks
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import ParamSpec
+from jaxinfer.types import NO_STATE, STATE, ParamSpec
 
 Lengths = Int[Any, " batch"] | None
 
@@ -78,10 +78,8 @@ class ServedPrograms:
             return f"pipeline_parallel_size = {engine.pipeline_parallel_size}: no single program has all layers"
         if engine.enable_dp_attention:
             return "enable_dp_attention = True: the programs are those of all ranks together"
-        if spec.stateful:
-            return "layers with states keep one position of a sequence, and the rows of a step must be of several"
-        if engine.images is not None:
-            return "prompts may have images: limit_mm_per_prompt = {'image': 0} serves the text model alone"
+        if spec.stateful and engine.speculative is not None:
+            return f"speculative = {engine.speculative}: states after drafts are computed in further passes"
         return None
 
     @property
@@ -90,6 +88,8 @@ class ServedPrograms:
         found = {}
         if len({number for _, number in self.classes}) > 1:
             found["requests with prompt_logprobs"] = "their prompts run in chunks of the largest size alone"
+        if self.engine.images is not None:
+            found["requests with images"] = "tokens are all that is compared"
         if self.engine.lora_slots:
             found["requests with adapters"] = "their rows take adapters from banks, which a trainer does not have"
         return found
@@ -105,6 +105,8 @@ class ServedPrograms:
         """Implement `Model.logprobs`."""
         if (why := self.refusal()) is not None:
             raise RequestError("like", f"cannot be reproduced: {why}")
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise RequestError("like", "cannot be reproduced in a shard_map: shard the arrays that jax.jit takes")
         self._require_same(model, params, tokens)
         batch, time = tokens.shape
         begins = jnp.clip(jnp.asarray(1 if prompt_lengths is None else prompt_lengths, jnp.int32), 1, time)
@@ -135,17 +137,16 @@ class ServedPrograms:
         served = self.stage.model
         return _placed((), text_part(served.specs), model.specs, params, served.params)
 
-
     def spread(self, params: Any) -> Any:
         """Shard parameters over the devices of the engine, if it has several."""
         return self._constrained(params, jax.tree.map(lambda x: x.sharding, self.stage.model.params))
 
-    def new_pools(self, pages: int) -> list[Pool]:
-        """Make pools of ``pages`` pages, sharded as those of the engine."""
-        model, platform = self.stage.model, self.mesh.devices.flat[0].platform
-        pools = new_pools(model.cache_spec, pages, self.engine.page_size, model.dtype, platform=platform)
-        sharding = pool_sharding(self.mesh, model.cache_spec)
-        return list(self._constrained(pools, jax.tree.map(lambda _: sharding, pools)))
+    def new_pools(self, pages: int, states: int) -> list[Pool]:
+        """Make zeroed pools, sharded as those of the engine."""
+        sized = dataclasses.replace(self.engine, num_pages=pages, num_states=states)
+        made = abstract_pools(self.stage.model, sized, self.mesh)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+        return list(self._constrained(zeros, jax.tree.map(lambda x: x.sharding, made)))
 
     def _constrained(self, tree: Any, shardings: Any) -> Any:
         return tree if self.mesh.size == 1 else lax.with_sharding_constraint(tree, shardings)
@@ -210,7 +211,8 @@ def _computed(
     Chunks and steps are bodies of loops whose ends are not known to the compiler, so XLA fuses nothing into them or out
     of them.
     """
-    with traced_for(programs.mesh):
+    outside = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))  # a trainer's mesh may have another size
+    with outside, traced_for(programs.mesh):
         params, work = programs.spread(programs.placed(model, params)), _Work(programs, sequences)
         pools = work.prompts(params, work.pools())
         return work.steps(params, pools)
@@ -227,18 +229,25 @@ class _Work:
         self._pages = -(-self._fed // self._page)
 
     def pools(self) -> list[Pool]:
-        return self._programs.new_pools(self._batch * self._pages)
+        return self._programs.new_pools(self._batch * self._pages, self._batch)
 
-    def _tables(self, of: Int[Array, " rows"]) -> Int32[Array, "groups rows width"]:
-        """Return the page tables of these sequences, in the width of the engine's."""
-        within = np.minimum(np.arange(self._programs.engine.table_width), self._pages - 1)
-        pages = (of[:, None] * self._pages + within).astype(jnp.int32)
-        return jnp.broadcast_to(pages, (len(self._spec.windows), *pages.shape))
+    def _tables(
+        self, of: Int[Array, " rows"], starts: Int[Array, " rows"], lengths: Int[Array, " rows"]
+    ) -> Int32[Array, "groups rows width"]:
+        """Return the page tables of sequences, in the width of the engine's. A sequence has one state: rows read that
+        after the tokens before ``starts``, and replace it by that after their last token."""
+        index = np.arange(self._programs.engine.table_width)
+        pages = of[:, None] * self._pages + np.minimum(index, self._pages - 1)
+        last = (starts + lengths - 1)[:, None] // self._page
+        states = jnp.where((index == last) | (index * self._page < starts[:, None]), of[:, None], NO_STATE)
+        return jnp.stack([states if window == STATE else pages for window in self._spec.windows]).astype(jnp.int32)
 
     def prompts(self, params: Any, pools: list[Pool]) -> list[Pool]:
         """Run the chunks of all prompts: each begins at a multiple of the largest size, and the last ends one token
         early."""
-        *_, largest = self._programs.sizes
+        engine, (*_, largest) = self._programs.engine, self._programs.sizes
+        cache = abstract_cache(self._stage.model, engine, replicated(self._programs.mesh))
+        images = None if cache is None else jnp.zeros(cache.shape, cache.dtype)
         firsts, ends = np.arange(0, self._fed, largest), self._sequences.begins - 1
         places, count = _compacted(firsts < ends[:, None])
         tokens = jnp.pad(self._sequences.tokens, ((0, 0), (0, largest)))
@@ -247,11 +256,12 @@ class _Work:
         def run(index: Array, pools: list[Pool]) -> list[Pool]:
             of, start = places[index] // len(firsts), places[index] % len(firsts) * largest
             length = jnp.minimum(ends[of] - start, largest)
-            tables = self._tables(of[None])
+            tables = self._tables(of[None], start[None], length[None])
 
             def chunk(size: int, pools: list[Pool]) -> list[Pool]:
                 own = lax.dynamic_slice(tokens, (of, start), (1, size))
-                filled: list[Pool] = self._prefill(params, pools, PrefillBatch(own, start[None], length[None], tables))
+                batch = PrefillBatch(own, start[None], length[None], tables)
+                filled: list[Pool] = self._prefill(params, pools, as_text(batch, engine), images)
                 return filled
 
             each = [functools.partial(chunk, size) for size in self._programs.sizes]
@@ -266,22 +276,40 @@ class _Work:
         return np.array([0, *(sizes.index(chunk.size) for chunk in chunks)], np.int32)
 
     def steps(self, params: Any, pools: list[Pool]) -> Float32[Array, "batch positions"]:
-        """Run the positions of all generated tokens as rows of decode steps, those of a sequence in order: all rows of
-        a step write their keys before any attends."""
-        rows, generated = self._programs.rows, self._sequences.generated
-        places, count = _compacted(generated)
-        places, tokens = jnp.pad(places, (0, rows)), self._sequences.tokens
+        """Run the positions of all generated tokens as rows of decode steps."""
+        tokens, (places, count) = self._sequences.tokens, self._planned()
+        none, images = jnp.zeros(self._programs.rows, jnp.int32), self._programs.engine.images
+        axes = images is not None and images.axes
 
         def run(step: Array, carry: tuple[list[Pool], Array]) -> tuple[list[Pool], Array]:
-            pools, found = carry
-            own, active = lax.dynamic_slice(places, (step * rows,), (rows,)), step * rows + jnp.arange(rows) < count
-            of, at = own // self._fed, own % self._fed
-            batch = DecodeBatch(tokens[of, at], jnp.where(active, at, -1), jnp.zeros_like(at), self._tables(of))
+            (pools, found), own = carry, places[step]
+            of, at = jnp.maximum(own, 0) // self._fed, jnp.maximum(own, 0) % self._fed
+            tables = self._tables(of, at, jnp.ones_like(at))
+            batch = DecodeBatch(tokens[of, at], jnp.where(own < 0, -1, at), none, tables, shifts=none if axes else None)
             pools, logprobs = self._decode(params, pools, batch, tokens[of, at + 1])
-            return pools, found.at[jnp.where(active, own, found.size)].set(logprobs, mode="drop")
+            return pools, found.at[jnp.where(own < 0, found.size, own)].set(logprobs, mode="drop")
 
-        none = jnp.zeros(generated.size, jnp.float32)
-        return lax.fori_loop(0, -(-count // rows), run, (pools, none))[1].reshape(generated.shape)
+        start = pools, jnp.zeros(self._batch * self._fed, jnp.float32)
+        return lax.fori_loop(0, count, run, start)[1].reshape(self._batch, self._fed)
+
+    def _planned(self) -> tuple[Int32[Array, "steps rows"], Int32[Array, ""]]:
+        """Return the flat place of each row of each step, -1 of an idle row, and the number of steps.
+
+        All rows of a step write their keys before any attends, so they may be positions of one sequence, in order. Of
+        a sequence with states they are one position.
+        """
+        rows = self._programs.rows
+        if not self._spec.stateful:
+            places, count = _compacted(self._sequences.generated)
+            live = jnp.where(jnp.arange(places.size) < count, places, -1)
+            padded = jnp.pad(live, (0, -places.size % rows), constant_values=-1)
+            return padded.reshape(-1, rows), -(-count // rows)
+        of = np.arange(-(-self._batch // rows) * rows).reshape(-1, 1, rows)
+        begins, ends = (jnp.pad(x, (0, of.size - self._batch))[of] for x in self._sequences[1:])
+        at = begins - 1 + np.arange(self._fed)[:, None]
+        places = jnp.where((at < ends - 1) & (of < self._batch), of * self._fed + at, -1).reshape(-1, rows)
+        order, count = _compacted(jnp.any(places >= 0, axis=1, keepdims=True))
+        return places[order].astype(jnp.int32), count
 
     @functools.cached_property
     def _prefill(self) -> Callable[..., Any]:
@@ -315,9 +343,7 @@ def _placed(path: tuple[str, ...], served: Any, own: Any, given: Any, like: Any)
         missing = [name for name in served if name not in given or name not in own]
         if missing:
             raise ValueError(f"params: {'.'.join((*path, missing[0]))} is missing")
-        return {
-            name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()
-        }
+        return {name: _placed((*path, name), node, own[name], given[name], like[name]) for name, node in served.items()}
     value = _laid_out(served, own, given)
     found, wanted = (jax.tree.map(lambda x: (tuple(x.shape), str(x.dtype)), tree) for tree in (value, like))
     if found != wanted:
@@ -327,11 +353,11 @@ def _placed(path: tuple[str, ...], served: Any, own: Any, given: Any, like: Any)
 
 def _laid_out(served: Any, own: Any, given: Any) -> Any:
     """Return a weight in the layout in which it is served."""
-    if not isinstance(served, Unquantized):
-        given = given.weight if isinstance(own, Unquantized) and isinstance(served, ParamSpec) else given
+    kinds = (ParamSpec, Unquantized)
+    if not (isinstance(served, kinds) and isinstance(own, kinds)):  # other storages have one layout
         return given
-    weight, spec = (given.weight, own.weight) if isinstance(own, Unquantized) else (given, own)
-    first = served.layout == "in first"
-    if (spec.inputs == 0) != first:
-        weight = jnp.moveaxis(weight, -1, 0) if first else jnp.moveaxis(weight, 0, -1)
-    return dataclasses.replace(served, weight=weight)
+    weight = given.weight if isinstance(own, Unquantized) else given
+    here, there = (spec.weight.inputs if isinstance(spec, Unquantized) else spec.inputs for spec in (own, served))
+    if here != there:
+        weight = jnp.moveaxis(weight, here, there)
+    return dataclasses.replace(served, weight=weight) if isinstance(served, Unquantized) else weight

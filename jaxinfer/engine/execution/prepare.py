@@ -16,6 +16,7 @@ from jaxinfer.config.engine import Backend
 from jaxinfer.config.speculative import other_vocabulary
 from jaxinfer.engine.execution.encoder import image_needs, text_part
 from jaxinfer.engine.execution.placement import shardable_model, with_copied_heads
+from jaxinfer.engine.execution.stages import returns_experts
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
@@ -86,6 +87,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         masks=resolved.grammars,
         training=resolved.enable_training_outputs,
         whole=resolved.whole_vocabulary,
+        experts=returns_experts(model.params, resolved),
     )
     return Prepared(model, resolved, limits)
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.encoder import text_part
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Positions
 from jaxinfer.layers.merged import Merged
+from jaxinfer.layers.moe import layers_of_experts, sown_experts
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.head import DraftHead, HeadConfig
 from jaxinfer.models.model import Model
@@ -83,6 +84,15 @@ class Stage:
         """Whether the stage is a head that reads another model's states."""
         return isinstance(self.model.module, DraftHead)
 
+    def routed(
+        self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any
+    ) -> tuple[tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any], Int[Array, "*batch layers top_k"]]:
+        """Compute as `tapped`, of a whole model; also the experts of each position, for each layer that has any."""
+        (hidden, pools), sown = self.backbone(params, x, positions, attend, pools, mutable=["features", "routing"])
+        own = sown.get("features", {}).get("taps", ())
+        features = jnp.concatenate(own, axis=-1) if own else hidden
+        return (hidden, features, pools), sown_experts(sown["routing"])
+
     def tapped(
         self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any
     ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]:
@@ -115,6 +125,12 @@ class Stage:
     def head(self, params: Any, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         apply: Any = self.model.module.apply
         return apply({"params": params}, hidden, method="head")
+
+
+def returns_experts(params: Any, engine: ResolvedEngine) -> bool:
+    """Whether requests may ask for the experts of their tokens: a stage knows those of its own layers alone."""
+    trains = engine.enable_training_outputs and engine.pipeline_parallel_size == 1
+    return trains and layers_of_experts(params) > 0
 
 
 def cut(model: Model, count: int) -> list[Stage]:

@@ -112,7 +112,13 @@ def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> tuple[Callabl
 
 
 def make_decode(
-    stage: Stage, max_logprobs: int, most_drafts: int = 0, backend: Wish = "auto", *, whole: bool = False
+    stage: Stage,
+    max_logprobs: int,
+    most_drafts: int = 0,
+    backend: Wish = "auto",
+    *,
+    whole: bool = False,
+    routed: bool = False,
 ) -> Callable[..., tuple[StepState, Sampled]]:
     """Make the decode program of a whole model, or of its last pipeline stage. All programs are pure; changed arguments
     are donated.
@@ -125,6 +131,7 @@ def make_decode(
     Args:
         most_drafts: maximum draft depth.
         whole: rows may ask for the whole vocabulary.
+        routed: rows may ask for the experts that their tokens take.
     """
     spec = stage.model.cache_spec
 
@@ -144,12 +151,18 @@ def make_decode(
         owners = batch.owners if spec.stateful else None
         turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
-        hidden, features, pools = stage.tapped(params, x, _row_positions(batch), attend, state.pools)
+        if routed:
+            (hidden, features, pools), experts = stage.routed(params, x, _row_positions(batch), attend, state.pools)
+        else:
+            hidden, features, pools = stage.tapped(params, x, _row_positions(batch), attend, state.pools)
+            experts = None
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         at, done = batch.positions + 1, batch.generated
         given = (at, done, active, max_logprobs, drafts, masks, asks)
         sampled, slot_state = sample(logits, slots, state.slots, *given, whole=whole)
+        if sampled.extras is not None:
+            sampled = sampled._replace(extras=sampled.extras._replace(routed=experts))
         if drafts is not None:
             pools = attend.accept(pools, accepted(drafts, sampled.tokens))
         own = active if drafts is None else drafts.slot_rows
@@ -282,14 +295,14 @@ def make_prefill_logprobs(
 def make_decode_logprobs(
     stage: Stage, max_logprobs: int, backend: Wish = "auto"
 ) -> Callable[..., tuple[list[Pool], Float32[Array, " rows"]]]:
-    """Make the program of rows that are computed as by `make_decode`, of a whole model without states, and return the
+    """Make the program of rows as `make_decode` computes them, of a whole model and without drafts, which returns the
     log probabilities of given tokens."""
 
     def decode_logprobs(
         params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"]
     ) -> tuple[list[Pool], Float32[Array, " rows"]]:
         attend = DecodeAttend(stage.model.cache_spec, batch.tables, batch.positions, backend)
-        hidden, _, pools = stage.tapped(params, batch.tokens, batch.positions, attend, pools)
+        hidden, _, pools = stage.tapped(params, batch.tokens, _row_positions(batch), attend, pools)
         raw = gathered_logits(stage.head(params, hidden)).astype(jnp.float32)
         return pools, wanted_logprobs(raw, following, batch.positions >= 0, max_logprobs).logprob
 

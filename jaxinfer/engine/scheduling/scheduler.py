@@ -376,7 +376,8 @@ class Scheduler:
         unless they are swapped."""
         sequence = sequence or max(self._running.values(), key=self._queue.rank)
         preempted = Preempted(sequence, sequence.slot)
-        swapped = self._pages.preempt(sequence, self._costs, swap=swap)
+        # While tokens are recomputed, the sampler counts them again: that state would be lost beside the saved one.
+        swapped = self._pages.preempt(sequence, self._costs, swap=swap and sequence.sampler_state is None)
         self.stats.preempted("swap" if swapped else "recompute")
         self._preempted.add(sequence)
         self._enqueue(sequence)  # before `_vacate`: so its tenant stays present all the time

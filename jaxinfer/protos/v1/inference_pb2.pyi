@@ -167,7 +167,7 @@ class ToolCall(_message.Message):
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "skip_special_tokens", "speculation", "structured_outputs", "thinking_token_budget", "top_n_sigma", "forced_token_ids", "logprobs_mode", "logprob_token_ids", "return_entropy", "return_sampling_mask")
+    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "skip_special_tokens", "speculation", "structured_outputs", "thinking_token_budget", "top_n_sigma", "forced_token_ids", "logprobs_mode", "logprob_token_ids", "return_entropy", "return_sampling_mask", "return_routed_experts")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class SamplingParams(_message.Message):
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RETURN_ENTROPY_FIELD_NUMBER: _ClassVar[int]
     RETURN_SAMPLING_MASK_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     n: int
     temperature: float
     top_p: float
@@ -235,7 +236,8 @@ class SamplingParams(_message.Message):
     logprob_token_ids: TokenIds
     return_entropy: bool
     return_sampling_mask: bool
-    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., skip_special_tokens: bool = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., thinking_token_budget: _Optional[int] = ..., top_n_sigma: _Optional[float] = ..., forced_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., logprobs_mode: _Optional[str] = ..., logprob_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., return_entropy: bool = ..., return_sampling_mask: bool = ...) -> None: ...
+    return_routed_experts: bool
+    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., include_stop_str_in_output: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., skip_special_tokens: bool = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., structured_outputs: _Optional[_Union[StructuredOutputs, _Mapping]] = ..., thinking_token_budget: _Optional[int] = ..., top_n_sigma: _Optional[float] = ..., forced_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., logprobs_mode: _Optional[str] = ..., logprob_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., return_entropy: bool = ..., return_sampling_mask: bool = ..., return_routed_experts: bool = ...) -> None: ...
 
 class StructuredOutputs(_message.Message):
     __slots__ = ("json", "json_object", "regex", "choice", "grammar", "structural_tag", "enable_in_reasoning")
@@ -380,18 +382,20 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
-    __slots__ = ("chosen", "top", "entropy", "token_logprobs", "kept_token_ids")
+    __slots__ = ("chosen", "top", "entropy", "token_logprobs", "kept_token_ids", "routed_experts")
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     chosen: TokenLogprob
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     entropy: float
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     kept_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., entropy: _Optional[float] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    routed_experts: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., entropy: _Optional[float] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ..., routed_experts: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")

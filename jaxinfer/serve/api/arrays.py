@@ -32,4 +32,6 @@ def arrays_json(positions: Sequence[PositionLogprobs], lowest: float) -> dict[st
             indices += kept_ids(each)
             indptr.append(len(indices))
         found["sampling_mask"] = {"indptr": indptr, "indices": indices}
+    if extras and extras[0].experts:
+        found["routed_experts"] = [each.experts for each in extras]
     return found

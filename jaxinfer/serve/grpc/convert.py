@@ -248,6 +248,7 @@ def _position(position: PositionLogprobs, token_text: TokenText) -> pb.PositionL
             message.entropy = extras.entropy
         message.token_logprobs.extend(extras.token_logprobs)
         message.kept_token_ids.extend(kept_ids(extras))
+        message.routed_experts.extend(pb.TokenIds(ids=layer) for layer in extras.experts)
     return message
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from jaxinfer.parsers.events import Content, Event, Reasoning, message_of
 from jaxinfer.parsers.registry import Parsers
+from jaxinfer.sampling_params import EXTRAS
 from jaxinfer.serve.api.errors import rename_fields
 from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.api.requests import Call, Input
@@ -200,7 +201,7 @@ def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> ResponseFi
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
-        arrays=bool(body.return_entropy or body.return_sampling_mask or body.logprob_token_ids),
+        arrays=any(getattr(body, name) for name in EXTRAS),
         hidden=frozenset(tokenizer.special_ids) if skip and tokenizer is not None else frozenset(),
     )
 

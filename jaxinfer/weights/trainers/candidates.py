@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.formats.multimodal import spellings
-from jaxinfer.types import EMBEDDING, HEAD, ParamGroup, ParamSpec, ParamTree, Source, walk_specs
+from jaxinfer.types import EMBEDDING, HEAD, ParamSpec, ParamTree, Source, walk_specs
 from jaxinfer.weights.moe_stacks import stacked_forms
 from jaxinfer.weights.trainers import levanter, maxtext, tunix
 from jaxinfer.weights.trainers.dense import Table, dense_of
@@ -80,9 +80,11 @@ class Candidate:
 
 def candidates(model: Specified, names: str | None) -> Iterator[Candidate]:
     """Yield the candidates of a convention, or of all (None)."""
+    plain = _plain(model)
     if names in (None, OWN):
         yield _own(model.specs)
-    plain = _plain(model)
+        if plain is not model.specs:
+            yield _own(plain)
     specs = dict(walk_specs(plain))
     if names in (None, "hf"):
         yield from _of_tensors(model, plain)
@@ -94,19 +96,17 @@ def candidates(model: Specified, names: str | None) -> Iterator[Candidate]:
 
 
 def _plain(model: Specified) -> ParamTree:
-    """Return the specs of the unquantised parameters."""
-    return model.declared_specs if any(map(_is_group, _nodes(model.specs))) else model.specs
+    """Return the specs of the parameters that are arrays: not quantised, and not in a layout for kernels."""
+    return model.declared_specs if any(grouped(model.specs)) else model.specs
 
 
-def _nodes(tree: Any) -> Iterator[Any]:
-    for node in tree.values():
-        yield node
+def grouped(specs: ParamTree, path: Path = ()) -> Iterator[Path]:
+    """Yield the paths of the parameters that consist of several arrays or of one in a layout for kernels."""
+    for key, node in specs.items():
         if isinstance(node, Mapping):
-            yield from _nodes(node)
-
-
-def _is_group(node: Any) -> bool:
-    return not isinstance(node, Mapping | ParamSpec) and isinstance(node, ParamGroup)
+            yield from grouped(node, (*path, key))
+        elif not isinstance(node, ParamSpec):
+            yield (*path, key)
 
 
 def _own(specs: ParamTree) -> Candidate:

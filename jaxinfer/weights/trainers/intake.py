@@ -31,7 +31,7 @@ def params_from(
 
     Args:
         model: a `Model`. If it has quantised weights, or others in a layout for kernels, the result has the weights as
-            its family declares them, unless names are the model's own.
+            its family declares them, or as the model has them if the given ones are like that.
         weights: a `Model`, a nested dict, an `nnx.State`, another pytree, or an iterable of pairs (name, array).
         names: convention of the names, one of `NAMES`; None finds it.
         partial: parameters may be missing; each of those that are given must be whole.

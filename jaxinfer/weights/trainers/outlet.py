@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.types import ParamSpec, Source, walk_specs
-from jaxinfer.weights.trainers.candidates import Specified
+from jaxinfer.weights.trainers.candidates import Specified, grouped
 from jaxinfer.weights.trainers.fuse import is_host
 from jaxinfer.weights.tree import as_stored, leaf_of
 
@@ -19,12 +19,14 @@ def named_parameters(model: Specified) -> Iterator[tuple[str, Any]]:
     Tensors are numpy arrays if the parameters are on the host or on CPUs, and JAX arrays on their devices if not.
 
     Raises:
-        ValueError: a parameter is missing, has another shape than its spec, or is quantised.
+        ValueError: a parameter is missing, has another shape than its spec, or is no plain array (`grouped`).
     """
+    for path in grouped(model.specs):
+        raise ValueError(
+            f"{'/'.join(path)} is quantised or in a layout for kernels, and tensors of Hugging Face are not"
+        )
     wanted: dict[str, list[tuple[tuple[str, ...], ParamSpec, Source]]] = {}
     for path, spec in walk_specs(model.specs):
-        if not spec.sources:
-            raise ValueError(f"{'/'.join(path)} has no tensor of Hugging Face")
         for source in spec.sources:
             wanted.setdefault(source.name, []).append((path, spec, source))
     for name, places in wanted.items():

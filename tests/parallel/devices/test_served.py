@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.served import checksum_of, leaves_of
+from jaxinfer.weights.fit import checksum_of, leaves_of
 from tests.engine.test_identity import ROOMY, SETTINGS
 from tests.models.parity import load_case
 from tests.models.test_parity import golden

@@ -69,6 +69,7 @@ sampling = st.builds(
     logprob_token_ids=st.none() | st.lists(ids, min_size=1, max_size=4),
     return_entropy=st.booleans(),
     return_sampling_mask=st.booleans(),
+    return_routed_experts=st.booleans(),
 )
 forced = st.builds(
     SamplingParams,

@@ -42,6 +42,7 @@ FIELDS = {
     "logprobs_mode": st.text(),
     "return_entropy": st.booleans(),
     "return_sampling_mask": st.booleans(),
+    "return_routed_experts": st.booleans(),
     "speculation": st.fixed_dictionaries(
         {}, optional={"enabled": st.booleans(), "max_tokens": INT32, "acceptance": st.text()}
     ),

@@ -12,10 +12,12 @@ import pytest
 
 from jaxinfer.compilations import count_compilations
 from jaxinfer.models.model import Model, abstract
+from jaxinfer.quant.layouts import Grouped
 from jaxinfer.weights import WeightsError, each_param, named_parameters, params_from
 from jaxinfer.weights.trainers import fuse, outlet
 from tests.fakes import llama_json
 from tests.models.test_families import ROWS
+from tests.quant.models import stored_and_plain
 from tests.weights.trainers.models import assert_equal, by_path, random_model
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens" / "models"
@@ -231,6 +233,25 @@ def test_stacked_experts(turned: bool, streamed: bool):
             tensors[f"{at}.{name}"] = value.swapaxes(1, 2) if turned else value
     assert any(".experts." in name for name in tensors)
     assert_equal(params_from(model, iter(tensors.items()) if streamed else tensors), model.params)
+
+
+def test_a_model_with_another_layout_takes_plain_weights(llama: Model, tensors: dict[str, Any]):
+    copied = llama.replace(params=jax.tree.map(jnp.array, llama.params))
+    turned = copied.laid_out("in first")
+    assert jax.tree.structure(turned.params) != jax.tree.structure(llama.params)
+    assert_equal(params_from(turned, tensors), llama.params)
+    assert_equal(params_from(turned, llama.params), llama.params)
+
+
+def test_a_quantised_model_takes_plain_weights_and_its_own(llama: Model, tmp_path: pathlib.Path):
+    stored, plain = stored_and_plain(
+        llama, tmp_path, lambda name, inputs: Grouped("int8", inputs) if ".mlp." in name else None
+    )
+    assert_equal(params_from(stored, dict(named_parameters(plain))), plain.params)
+    made = params_from(stored, stored)
+    assert made["layers_0"]["mlp"]["down"]["codes"] is stored.params["layers_0"]["mlp"]["down"].arrays["codes"]
+    with pytest.raises(ValueError, match="layers_0/mlp/gate_up"):
+        dict(named_parameters(stored))
 
 
 def test_tensors_that_loading_passes_over_are_passed_over(llama: Model, tensors: dict[str, Any]):

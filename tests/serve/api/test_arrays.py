@@ -1,0 +1,53 @@
+"""Outputs for training in JSON, and in the messages of gRPC."""
+
+import math
+
+import numpy as np
+
+from jaxinfer.client.results import read_delta
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.serve.api.arrays import arrays_json
+from jaxinfer.serve.grpc import convert
+from jaxinfer.text.output import OutputDelta
+from jaxinfer.types import PositionExtras, PositionLogprobs, TokenLogprob
+
+KEPT = [[3, 70000], [], [5]]
+POSITIONS = [
+    PositionLogprobs(
+        TokenLogprob(token, -0.5 * token, 1),
+        (),
+        PositionExtras(
+            entropy=token / 4,
+            token_logprobs=(-1.0, -math.inf),
+            kept=np.array(kept, np.int32).tobytes(),
+            experts=((token, 1), (2, 3)),
+        ),
+    )
+    for token, kept in enumerate(KEPT)
+]
+
+
+def test_json_has_csr_arrays_and_no_infinity() -> None:
+    assert arrays_json(POSITIONS, -9999.0) == {
+        "logprobs": [0, -0.5, -1],
+        "entropies": [0, 0.25, 0.5],
+        "token_logprobs": [[-1, -9999]] * 3,
+        "sampling_mask": {"indptr": [0, 2, 2, 3], "indices": [3, 70000, 5]},
+        "routed_experts": [((0, 1), (2, 3)), ((1, 1), (2, 3)), ((2, 1), (2, 3))],
+    }
+
+
+def test_json_has_what_was_requested_alone() -> None:
+    plain = [PositionLogprobs(TokenLogprob(1, -2.0, 1), ())]
+    assert arrays_json(plain, -9999.0) == {"logprobs": [-2.0]}
+    assert arrays_json([], -9999.0) == {"logprobs": []}
+
+
+def test_the_client_reads_what_the_server_sends() -> None:
+    delta = OutputDelta(0, "", [0, 1, 2], POSITIONS)
+    (response,) = convert.deltas("a", delta, str)
+    found = read_delta(pb.GenerateResponse.FromString(response.SerializeToString()).delta)
+    assert [list(each.kept_token_ids) for each in found.logprobs] == KEPT
+    assert [each.entropy for each in found.logprobs] == [0, 0.25, 0.5]
+    assert [each.token_logprobs for each in found.logprobs] == [(-1.0, -math.inf)] * 3
+    assert [each.routed_experts for each in found.logprobs] == [p.extras.experts for p in POSITIONS]
