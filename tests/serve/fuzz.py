@@ -219,6 +219,8 @@ _BODIES = {
     "/detokenize": {"tokens": [5, 6, 7], "skip_special_tokens": True, "model": "fake"},
     "/v1/load_lora_adapter": {"lora_name": "pirate", "lora_path": "pirate", "load_inplace": True},
     "/v1/unload_lora_adapter": {"lora_name": "pirate", "lora_int_id": None},
+    "/update_weights": {"path": "step-1", "version": 2, "mode": "keep"},
+    "/weight_checker": {"action": "compare", "baseline": {"embed": "0"}},
 }
 # Fields whose values may stay in a request that is damaged at a deeper level.
 _NEEDED = ("prompt", "messages", "tokens", "input", "max_tokens", "lora_name", "lora_path")
@@ -368,10 +370,14 @@ _VALID: dict[str, dict[str, Any]] = {
     "jaxinfer.v1.Control/LoadLora": {"loraName": "a", "loraPath": "pirate", "loadInplace": True},
     "jaxinfer.v1.Control/UnloadLora": {"loraName": "a"},
     "jaxinfer.v1.Control/Abort": {"requestId": "x", "outputIndex": 1, "tenant": "t"},
+    "jaxinfer.v1.Control/UpdateWeights": {"path": "step-1", "weightVersion": 2, "mode": "PAUSE_MODE_KEEP"},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"listServices": ""},
 }
-# RPCs that end the server or never end.
-_LEFT_OUT = {"jaxinfer.v1.Control/Drain", "grpc.health.v1.Health/Watch", "jaxinfer.v1.Control/WatchStartup"}
+# RPCs that end the server or the requests of others, stop the engine, or never end.
+_LEFT_OUT = {
+    *(f"jaxinfer.v1.Control/{name}" for name in ("Drain", "AbortAll", "Pause", "Sleep", "WatchStartup")),
+    "grpc.health.v1.Health/Watch",
+}
 _ANY = tuple(sorted(set(METHODS) - _LEFT_OUT))
 _OFTEN = (f"{_INFERENCE}Generate", f"{_INFERENCE}GenerateBatch", f"{_OPEN}ModelInfer")
 _WILD = 0.1

@@ -57,7 +57,7 @@ def test_a_limit_that_was_set_holds():
 
 def test_while_a_profile_is_begun_or_ended_the_limit_is_a_minute():
     supervisor = Supervisor(ServeConfig(model="fake"))
-    with supervisor._during_profile():
+    with supervisor._during_long_call():
         assert supervisor._step_limit() == 60.0
     assert supervisor._step_limit() == 10.0
 

@@ -55,7 +55,7 @@ class FakeSupervisor:
         self.state, self.restarts = "ready", 0
         self.events = [Progress("STARTING"), Progress("LOADING_WEIGHTS", 1, 2), Progress("READY")]
         self.profiles: list[str] = []
-        self.operations: Operations
+        self.operations: Operations | None = None
 
     async def watch_startup(self) -> AsyncIterator[Progress]:
         for event in self.events:

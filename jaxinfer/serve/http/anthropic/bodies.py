@@ -108,6 +108,8 @@ class Message(Body):
             "stop_sequence",
             "type",
             "usage",
+            "weight_version",
+            "weight_versions",
         }
     )
 
