@@ -85,7 +85,7 @@ def loss(logprobs: Logprobs, params: Any, rollouts: Rollouts) -> tuple[Array, Ar
 
 def train(steps: int, trainer: str) -> list[dict[str, float]]:
     """Train for ``steps`` steps; return reward, difference and KL divergence of each."""
-    model = load_model("demo", show_progress=False)
+    model = load_model("demo", "float32", show_progress=False)
     llm = LLM(model, max_num_seqs=32, max_model_len=64, show_progress=False)
     programs = llm.served_programs()
 

@@ -111,7 +111,7 @@ class ServedModel:
         cast: bool = False,
         copy: bool = False,
     ) -> StagedWeights:
-        """Check new weights and place them on the engine's devices beside the served ones, layer by layer. From any
+        """Check new weights and place them on the engine's devices next to the served ones, layer by layer. From any
         thread, while the engine computes.
 
         Args:

@@ -50,6 +50,7 @@ LAYER = {
     "loading": 9,
     "outputs": 9,
     "research": 9,
+    "served": 9,
     "cli": 10,
     "llm": 10,
     "quantize": 10,

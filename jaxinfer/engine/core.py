@@ -114,7 +114,7 @@ class EngineCore(Protocol):
 
     def stage(self, model: Any, *, drafts: bool = False) -> Any:
         """Place some parameters of the model (`jaxinfer.models.model.Model`), or of its draft model, on the devices, in
-        the form that programs take, beside the served ones. From any thread."""
+        the form that programs take, next to the served ones. From any thread."""
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         """Free the memory of the KV cache, of the weights, or of both. The engine must be paused."""

@@ -336,7 +336,7 @@ class Executor(Protocol):
         return 0
 
     def stage(self, model: Model, *, drafts: bool = False) -> Any:
-        """Place parameters of a prepared model, perhaps not all, or of its draft model, beside those in use. From any
+        """Place parameters of a prepared model, perhaps not all, or of its draft model, next to those in use. From any
         thread.
 
         Raises:
