@@ -18,9 +18,10 @@ from jaxtyping import Array, Float32, Int
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.on_policy import GivenTokens, ServedPrograms, applied_logprobs
-from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.llm import LLM
 from jaxinfer.loading import LOADING_ERRORS
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
 AT_ONCE = 16  # sequences of a call

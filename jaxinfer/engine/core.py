@@ -48,14 +48,16 @@ class EngineCore(Protocol):
         config: resolved settings; with replicas the settings of each.
         limits: sampler limits for requests.
         loras: adapters that requests may name; None: no adapters are served.
-        weight_version: version of the served weights; 0: those that it was started with.
         shares_weights: others have references to arrays of the weights, and may delete them.
     """
 
     config: ResolvedEngine
     loras: LoRAStore | None
-    weight_version: int
     shares_weights: bool
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the served weights; 0: those that it was started with."""
 
     @property
     def limits(self) -> SamplingLimits: ...
@@ -265,6 +267,19 @@ class EngineLoop:
         """Read the steps in flight; the next step returns their deltas."""
         while self._pending:
             self._settled = self.read(False)
+
+    def stage(self, model: Any, *, drafts: bool = False) -> Any:
+        """Do nothing: this engine has no devices."""
+
+    def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
+        self.settle()
+        self.renew(version, restart=restart)
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        self.doze()
+
+    def wake(self) -> None:
+        """Do nothing: this engine has no devices."""
 
     def renew(self, version: int, *, restart: bool) -> None:
         """Count a new version of weights, and compute everything again if ``restart``. No step may be in flight."""

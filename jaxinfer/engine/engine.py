@@ -100,10 +100,10 @@ class Engine(EngineLoop):
     def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
         self.settle()
         self._executor.swap(weights)
-        self.renew(version, restart=restart)
+        super().swap(weights, version, restart=restart)
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
-        self.doze()
+        super().sleep(cache=cache, weights=weights)
         self._executor.sleep(cache=cache, weights=weights)
 
     def wake(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxinfer.engine.core import EngineCore
-from jaxinfer.llm import CompletionOutput, RequestOutput
 from jaxinfer.models.model import Model
+from jaxinfer.outputs import CompletionOutput, RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights import each_param

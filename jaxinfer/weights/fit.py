@@ -106,6 +106,8 @@ def fitted(
 
 
 def _stored_alike(name: str, spec: Any, value: Any, array: Callable[[str, ParamSpec, Any], Any]) -> Callable[[], Any]:
+    form: Any
+    own: Any
     specs, form = jax.tree.flatten(spec, is_leaf=is_spec)
     leaves, own = jax.tree.flatten(value)
     if own != form:
@@ -164,7 +166,8 @@ def placed_node(own: Any, placed: Any, name: str) -> Any:
     while isinstance(placed, list):
         placed = next((each for each in placed if each), {})
     there = placed.get(name)
-    if jax.tree.structure(own) != jax.tree.structure(there):
+    forms: list[Any] = [jax.tree.structure(node) for node in (own, there)]
+    if forms[0] != forms[1]:
         return own
     return jax.tree.map(lambda mine, other: other if mine.shape == other.shape else mine, own, there)
 
