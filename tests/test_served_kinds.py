@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -148,8 +149,8 @@ def test_adapters_from_memory():
     adapted = tokens(llm, lora="mine")
     assert adapted != base
     assert tokens(llm) == base
-    with_lora = np.asarray(model.with_lora(adapter).apply(model.with_lora(adapter).params, np.asarray([PROMPTS[0]])))
-    assert int(with_lora[0, -1].argmax()) == adapted[0][0]
+    with_lora = model.with_lora(adapter)
+    assert int(with_lora(jnp.asarray([PROMPTS[0]]))[0, -1].argmax()) == adapted[0][0]
     llm.load_lora("mine", jax.tree.map(np.zeros_like, adapter))
     assert tokens(llm, lora="mine") == base
     assert [(each.name, each.path) for each in llm.list_loras()] == [("mine", "")]
