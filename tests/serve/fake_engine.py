@@ -176,10 +176,6 @@ class FakeEngine(EngineLoop):
         """Let a hung step continue."""
         self._fake.released.set()
 
-    def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
-        self.settle()
-        self.renew(version, restart=restart)
-
 
 def _prompt_logprobs(prefill: PrefillPlan) -> list[PositionLogprobs]:
     top = prefill.sequence.params.prompt_logprobs
