@@ -1,12 +1,10 @@
-"""An `LLM` for tests of rollouts: it generates, and records the weights and pauses that it is given."""
+"""An `LLM` for tests of rollouts, which records the weights and pauses that it is given."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from jaxinfer import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.served import WeightUpdate
 from jaxinfer.weights import params_from
 
 SETTINGS: dict[str, Any] = {
@@ -27,7 +25,7 @@ class Update(NamedTuple):
 
 
 class RolloutLLM(LLM):
-    """Generates with the weights that it was made with.
+    """Records what it is told to do, and does it.
 
     Attributes:
         updates: the weights that it was given.
@@ -38,35 +36,21 @@ class RolloutLLM(LLM):
         super().__init__(model, show_progress=False, **SETTINGS)
         self.updates: list[Update] = []
         self.paused: str | None = None
-        self.weight_version = 0
 
-    def update_weights(
-        self,
-        params: Any,
-        *,
-        version: int | None = None,
-        mode: str = "wait",
-        partial: bool = False,
-        names: str | None = None,
-    ) -> Update:
-        """Record weights."""
+    def update_weights(self, params: Any, *, mode: str = "wait", **options: Any) -> WeightUpdate:
+        """Record weights, and serve them."""
+        names, partial = options.pop("names", None), options.get("partial", False)
         made = params_from(self.model, params, names=names, partial=partial)
-        self.weight_version = self.weight_version + 1 if version is None else version
-        self.updates.append(Update(made, self.weight_version, mode))
-        return self.updates[-1]
-
-    def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return log-probabilities by `score`."""
-        scores = [self.score(list(prompt), [list(ids)])[0] for prompt, ids in zip(prompts, completions, strict=True)]
-        return [
-            np.asarray([found[token].logprob for token, found in zip(s.token_ids, s.logprobs, strict=True)], np.float32)
-            for s in scores
-        ]
+        update = super().update_weights(made, mode=mode, **options)
+        self.updates.append(Update(made, update.version, mode))
+        return update
 
     def pause(self, mode: str = "wait") -> None:
-        """Record a pause."""
+        """Record a pause, and pause."""
+        super().pause(mode)
         self.paused = mode
 
     def resume(self) -> None:
-        """Record the end of a pause."""
+        """Record the end of a pause, and go on."""
+        super().resume()
         self.paused = None

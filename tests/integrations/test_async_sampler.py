@@ -27,7 +27,7 @@ def served() -> Iterator[RolloutLLM]:
 def llm(served: RolloutLLM) -> RolloutLLM:
     served.updates.clear()
     served.resume()
-    served.weight_version = 0
+    served.engine.weight_version = 0
     return served
 
 

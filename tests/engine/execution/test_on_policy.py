@@ -32,7 +32,7 @@ KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.9, 
 def generate(llm: LLM, lengths: tuple[int, ...] = PROMPTS, more: int = 0) -> Sequences:
     """Generate greedily and at random; prompts end before, at and after borders of pages and chunks, and share a
     prefix."""
-    rng, vocab = np.random.default_rng(0), llm.model.config.vocab_size
+    rng, vocab = np.random.default_rng(0), llm.model.config.vocab_size - 8  # the last ones may be placeholders
     shared = rng.integers(0, vocab, max(lengths)).tolist()
     prompts = [[*shared[: length // 2], *rng.integers(0, vocab, length - length // 2).tolist()] for length in lengths]
     params = [
