@@ -125,6 +125,12 @@ class ServedModel:
         Raises:
             WeightsError: names the first parameter that is missing, unknown or of another shape or dtype.
         """
+        with jax.transfer_guard("allow"):  # a trainer may forbid transfers in its own thread
+            return self._staged(weights, names=names, partial=partial, drafts=drafts, cast=cast, copy=copy)
+
+    def _staged(
+        self, weights: Any, *, names: str | None, partial: bool, drafts: bool, cast: bool, copy: bool
+    ) -> StagedWeights:
         begun, model = time.perf_counter(), self._model(drafts)
         given = weights.params if isinstance(weights, Model) else weights
         if names is not None or not _is_own(model, given):
