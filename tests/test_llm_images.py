@@ -15,6 +15,7 @@ from jaxinfer.images.processor import Processor
 from jaxinfer.llm import LLM
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingLimits, SamplingParams
+from jaxinfer.served import ServedModel
 from jaxinfer.text.intake import Intake
 from jaxinfer.types import Request
 from tests.fake_vision_processor import FakeProcessor
@@ -57,7 +58,7 @@ class FakeLLM(LLM):
         texts = {"tokenizer": vision_tokenizer(), "chat_template": vision_template()}
         model: Any = types.SimpleNamespace(vision=vision, name="fake", generation_config={}, **texts)
         self.recording: Any = Recording()
-        self._served = (model, self.recording)
+        self._served = ServedModel(model, self.recording)
         self._intake = Intake(model.tokenizer, VIDEO + 1, 2048, SamplingLimits())
         self._ids = itertools.count()
 
