@@ -18,9 +18,9 @@ def grpo(repo: pathlib.Path) -> ModuleType:
 
 
 def test_sampler_and_trainer_have_the_same_bits(grpo):
-    history = grpo.train(3, "served")
-    assert [(step["difference"], step["kl"]) for step in history] == [(0.0, 0.0)] * 3
-    assert len({step["reward"] for step in history}) == 3  # the weights change what is sampled
+    history = grpo.train(2, "served")
+    assert [(step["difference"], step["kl"]) for step in history] == [(0.0, 0.0)] * 2
+    assert len({step["reward"] for step in history}) == 2  # the weights change what is sampled
 
 
 @pytest.mark.slow

@@ -36,12 +36,13 @@ def tokens(llm: LLM, **options: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, **options)]
 
 
+@pytest.mark.slow
 def test_layers_with_states():
     model = hybrid()
     check_updates(LLM(model, **SETTINGS, num_pages=ROOMY), model)
 
 
-@pytest.mark.parametrize("head", ["eagle", "medusa"])
+@pytest.mark.parametrize("head", ["eagle", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_a_head_reads_the_new_weights_that_it_shares(head):
     """Its embedding is the model's: drafts are right as often as those of an engine that starts with the weights."""
     model = random_model()
@@ -68,7 +69,9 @@ def quantised(folder: pathlib.Path, name: str, seed: int = 0) -> tuple[Model, An
     return stored, random_model(seed=seed + 1, **shape).params
 
 
-@pytest.mark.parametrize("name", ["int4 with zeros", "int8 a channel", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["int8 a channel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4 with zeros", "fp8"))]
+)
 def test_quantised_weights_are_made_again(name, tmp_path):
     model, plain = quantised(tmp_path, name)
     llm = LLM(model, **SETTINGS)
@@ -98,7 +101,7 @@ def test_layouts_that_cannot_be_made_again_are_named(tmp_path):
     assert tokens(llm) == before
 
 
-@pytest.mark.parametrize("layout", ["in first", "in last"])
+@pytest.mark.parametrize("layout", ["in first", pytest.param("in last", marks=pytest.mark.slow)])
 def test_weights_that_are_laid_out_for_a_cpu(layout, monkeypatch, tmp_path):
     """A model that the engine loads may have other layouts than its family; new weights have those of the family."""
     monkeypatch.setattr("jaxinfer.loading.layout_for_cpu", lambda *_: layout)

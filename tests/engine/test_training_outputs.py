@@ -23,6 +23,9 @@ KINDS = {
 }
 
 
+EACH = [kind if kind in ("plain", "small_pool") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(random_model(), **ON)
@@ -81,7 +84,7 @@ def test_raw_log_probabilities_are_those_of_a_plain_request(llm):
     assert second.arrays.entropies is second.arrays.sampling_mask is second.arrays.vocabulary is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 def test_neighbours_keep_their_bits_and_nothing_compiles(kind):
     plain, llm = (LLM(random_model(), **settings | KINDS[kind]) for settings in (SIZES, ON))
     prompts = prompts_of([1, 9, 17, 30, 5, 40], 97)
@@ -96,7 +99,7 @@ def test_neighbours_keep_their_bits_and_nothing_compiles(kind):
     llm.engine.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_a_forced_trace_has_all_arrays_of_its_generation(kind, mode):
     llm = LLM(random_model(), **ON | KINDS[kind])

@@ -25,7 +25,7 @@ class Update(NamedTuple):
 
 
 class RolloutLLM(LLM):
-    """Records what it is told to do, and does it.
+    """An `LLM` that records weights and pauses.
 
     Attributes:
         updates: the weights that it was given.

@@ -80,10 +80,12 @@ class PauseMachine(SchedulerMachine):
 
 
 def test_machine(unchecked):
-    run_state_machine_as_test(PauseMachine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(PauseMachine, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
 
 
-@pytest.mark.parametrize("episode", range(40))
+@pytest.mark.parametrize(
+    "episode", [*range(10), *(pytest.param(number, marks=pytest.mark.slow) for number in range(10, 60))]
+)
 def test_episodes(unchecked, seed, episode):
     rng = random.Random(f"{seed} {episode}")
 
