@@ -140,6 +140,45 @@ def test_each_range_is_its_versions_own_continuation(tiny):
     check_updates(LLM(model, **SETTINGS, num_pages=TIGHT), model)
 
 
+@pytest.mark.slow
+def test_two_hundred_updates_mix_no_versions(tiny):
+    """Five sets of weights in turn, every few tokens; each range is what its set continues with."""
+    model, sets = tiny[0], 5
+    weights = [of_version(model, number) for number in range(sets)]
+    llm = LLM(model.replace(params=weights[0]), **SETTINGS, num_pages=TIGHT)
+    requests = simple_requests(12, model.config.vocab_size)
+    alone = [LLM(model.replace(params=own), **SETTINGS) for own in weights]
+    ranges = 0
+    with count_compilations() as compilations:
+        while llm.weight_version < 200:
+            update = lambda: llm.update_weights(weights[(llm.weight_version + 1) % sets], mode="keep")  # noqa: E731
+            outputs = generate(llm, requests, every(31, update))
+            versions = {version: alone[version % sets] for version in range(llm.weight_version + 1)}
+            ranges += check_ranges(outputs, requests, versions)
+    assert compilations.count == 0
+    assert ranges > 400
+
+
+def test_a_failure_halfway_leaves_the_old_weights(tiny, monkeypatch):
+    model = tiny[0]
+    llm, new = LLM(model, **SETTINGS), of_version(model, 1)
+    request = (list(range(9)), SamplingParams(temperature=0.0, max_tokens=8))
+    expected, stage = bits(generate(llm, [request])[0]), llm.engine.stage
+    for good in range(len(model.params)):
+        calls = iter(range(100))
+
+        def failing(*args: Any, good: int = good, calls: Any = calls, **options: Any) -> Any:
+            if next(calls) == good:
+                raise MemoryError(good)
+            return stage(*args, **options)
+
+        monkeypatch.setattr(llm.engine, "stage", failing)
+        with pytest.raises(MemoryError):
+            llm.update_weights(new)
+        assert (llm.weight_version, bits(generate(llm, [request])[0])) == (0, expected)
+    assert llm.weight_checksums() == {path: checksum_of([(path, leaf)]) for path, leaf in leaves_of(model.params)}
+
+
 def test_prefix_pages_are_of_the_served_version(tiny):
     """A page of an old version is never hit; one that is still right is not dropped."""
     model = tiny[0]
