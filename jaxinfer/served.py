@@ -39,6 +39,7 @@ TAGS = (CACHE, WEIGHTS)
 MODES = ("wait", "keep", "abort")
 _AFTER_THE_LAYERS = frozenset(("final_norm", HEAD[0]))  # they change no keys and values
 _PAGE_LOCKED = "pinned_host"
+_AT_ONCE = 1 << 30  # bytes that may be copied at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +145,18 @@ class ServedModel:
         fit = functools.partial(fitted, declared=declared, dtype=str(model.dtype), cast=cast, copy=copy)
         ours = {name: map_nodes(fit, node, given[name], (name,)) for name, node in specs.items()}
         with self._staging:
-            placed, params = [], dict[str, Any]()
+            placed, params, copying = [], dict[str, Any](), 0
             for name in specs:
                 part = model.replace(specs={name: specs[name]}, params={name: ours.pop(name)()}, draft=None)
                 placed.append(self.engine.stage(part, drafts=drafts))
                 params[name] = placed_node(part.params[name], placed[-1], name)
                 if self._check_finite:
                     require_finite(params[name], name)
+                copying += sum(leaf.nbytes for leaf in jax.tree.leaves(params[name]))
+                if copying > _AT_ONCE:
+                    jax.block_until_ready(placed)
+                    copying = 0
+            jax.block_until_ready(placed)
         shares = not copy and any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
         return StagedWeights(placed, params, drafts, shares, time.perf_counter() - begun)
 

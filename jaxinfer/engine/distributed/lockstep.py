@@ -248,7 +248,7 @@ class Lockstep:
 
     def stage(self, model: Model) -> Any:
         """See `Executor.stage`."""
-        return jax.block_until_ready(place_params(model, self.mesh))
+        return place_params(model, self.mesh)
 
     def swap(self, weights: Sequence[Any]) -> None:
         """See `Executor.swap`."""

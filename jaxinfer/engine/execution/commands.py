@@ -337,7 +337,7 @@ class Executor(Protocol):
 
     def stage(self, model: Model, *, drafts: bool = False) -> Any:
         """Place parameters of a prepared model, perhaps not all, or of its draft model, next to those in use. From any
-        thread.
+        thread; does not wait for the copies.
 
         Raises:
             RequestError: this executor cannot replace weights.

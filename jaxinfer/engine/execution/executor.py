@@ -80,8 +80,9 @@ class StageRuntime:
             params = {own: shared.get(theirs, model.params[theirs]) for own, theirs in pairs}
         own = [name for name in params if name in self.stage.model.specs]
         specs, params = ({name: tree[name] for name in own} for tree in (specs, params))
+        placed: dict[str, Any]
         placed = jax.tree.map(lambda spec, value: put(value, param_sharding(self.mesh, spec)), specs, params)
-        return jax.block_until_ready(placed)
+        return placed
 
     def take(self, placed: Mapping[str, Any]) -> None:
         """Replace parameters by those that `staged` has placed."""
