@@ -94,7 +94,7 @@ class RankExecutor(Executor):
     def _run(self, command: Command[Any]) -> Any:
         match command:
             case commands.Decode():
-                return self._ask(command, _awaited(Sampled)._replace(logprobs=_awaited(Logprobs)))
+                return self._ask(command, _awaited(Sampled)._replace(logprobs=_awaited(Logprobs), extras=None))
             case commands.PrefillLogprobs():
                 return self._ask(command, _awaited(Logprobs))
             case commands.Prefill() | commands.CopyPages() | commands.SetSlots() | commands.AdmitSlot():
@@ -438,7 +438,8 @@ class Lockstep:
         batches = [idle if one is None else with_rows(one[0].batch, like=idle) for one in pending]
         programs, params, packed = self._programs(batches)
         state = StepState(list(self.pools), self.last_tokens, self.sampler)
-        state, sampled = programs.decode[rows](params, self._slots, state, joined(packed), None, None, None)
+        nothing = (None,) * 4  # hidden states, drafts, masks, outputs for training
+        state, sampled = programs.decode[rows](params, self._slots, state, joined(packed), *nothing)
         self.pools, self.last_tokens, self.sampler, _ = state
         self._deal(sampled, pending, rows)
 
