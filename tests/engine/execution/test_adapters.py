@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, Executor, PrefillBatch
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import targets_of
@@ -173,7 +173,7 @@ def test_logprobs_of_prompts_are_those_of_the_model_with_its_adapter():
 def test_a_plan_loads_before_its_programs():
     one, seen = device("float32"), list[commands.Command]()
 
-    class Listening:
+    class Listening(Executor):
         def run(self, command):
             seen.append(command)
 
