@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -439,7 +439,7 @@ def require_mode(mode: str) -> PauseMode:
     """Return the mode of a pause; raise RequestError if there is no such mode."""
     if mode not in MODES:
         raise RequestError("mode", f"={mode!r} must be one of {', '.join(MODES)}")
-    return mode  # type: ignore[return-value]
+    return cast(PauseMode, mode)
 
 
 def require_tags(tags: Iterable[str]) -> list[str]:

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.integrations.rollouts import RolloutEngine, Sample, samples, update
+from jaxinfer.integrations.rollouts import Sample, samples, update
 from jaxinfer.integrations.rounds import Round, StaleRoundError
+from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.types import walk_specs
 from jaxinfer.weights import params_from
@@ -68,7 +69,7 @@ class JaxinferAsyncSampler:
 
     def __init__(
         self,
-        llm: RolloutEngine,
+        llm: LLM,
         weights: Callable[[Any], Any] | None = None,
         *,
         names: str | None = None,

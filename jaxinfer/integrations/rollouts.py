@@ -4,66 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from jaxinfer.engine.core import EngineCore
-from jaxinfer.models.model import Model
-from jaxinfer.outputs import CompletionOutput, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.outputs import CompletionOutput
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.served import WeightUpdate
 from jaxinfer.weights import each_param
-
-
-@runtime_checkable
-class WeightUpdate(Protocol):
-    """Result of an update: see `LLM.update_weights`."""
-
-    @property
-    def version(self) -> int: ...
-
-
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """The part of `LLM` that trainers use."""
-
-    @property
-    def model(self) -> Model: ...
-
-    @property
-    def engine(self) -> EngineCore: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def weight_version(self) -> int: ...
-
-    def generate(
-        self, prompts: Any, sampling_params: Any = None, *, progress: bool | None = None
-    ) -> list[RequestOutput]:
-        """Complete each prompt."""
-
-    def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Return the log-probabilities of completions."""
-
-    def update_weights(
-        self,
-        params: Any,
-        *,
-        version: int | None = None,
-        mode: str = "wait",
-        partial: bool = False,
-        names: str | None = None,
-    ) -> WeightUpdate:
-        """Replace the weights."""
-
-    def pause(self, mode: str = "wait") -> Any:
-        """Stop running steps."""
-
-    def resume(self) -> Any:
-        """Go on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +32,7 @@ class Sample:
     finish_reason: str
 
 
-def samples(
-    llm: RolloutEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-) -> list[list[Sample]]:
+def samples(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[Sample]]:
     """Return the samples of each prompt, with log-probabilities.
 
     Raises:
@@ -97,9 +44,9 @@ def samples(
 
 
 def _sample(output: CompletionOutput) -> Sample:
-    chosen = zip(output.token_ids, output.logprobs or (), strict=True)
-    numbers = np.asarray([position[token].logprob for token, position in chosen], np.float32)
-    return Sample(np.asarray(output.token_ids, np.int32), numbers, output.text, output.finish_reason or "")
+    arrays = output.arrays
+    assert arrays.logprobs is not None  # they were requested
+    return Sample(arrays.token_ids, arrays.logprobs, output.text, output.finish_reason or "")
 
 
 def params_for(count: int, seed: int | None, **values: Any) -> list[SamplingParams]:
@@ -111,7 +58,7 @@ def params_for(count: int, seed: int | None, **values: Any) -> list[SamplingPara
     return [SamplingParams(**values, seed=None if seed is None else seed + index) for index in range(count)]
 
 
-def update(llm: RolloutEngine, weights: Any, names: str | None = None, version: int | None = None) -> WeightUpdate:
+def update(llm: LLM, weights: Any, names: str | None = None, version: int | None = None) -> WeightUpdate:
     """Replace the weights of an engine by those of a trainer, which may be in a wider dtype.
 
     Raises:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxinfer.integrations.rollouts import RolloutEngine, Sample, samples, update
+from jaxinfer.integrations.rollouts import Sample, samples, update
+from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -48,7 +49,7 @@ class TinkerClient:
         names: convention of the weights' names, see `jaxinfer.weights.params_from`.
     """
 
-    def __init__(self, llm: RolloutEngine, *, names: str | None = None) -> None:
+    def __init__(self, llm: LLM, *, names: str | None = None) -> None:
         self._llm, self._names = llm, names
 
     def sample(

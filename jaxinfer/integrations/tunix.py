@@ -15,7 +15,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from jaxinfer.integrations.async_sampler import JaxinferAsyncSampler
-from jaxinfer.integrations.rollouts import RolloutEngine, params_for, samples, update
+from jaxinfer.integrations.rollouts import params_for, samples, update
+from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import RequestError
 
 __all__ = ["JaxinferAsyncSampler", "JaxinferRollout", "JaxinferSampler"]
@@ -30,7 +31,7 @@ class JaxinferSampler(BaseSampler):
         names: convention of the weights' names, see `jaxinfer.weights.params_from`.
     """
 
-    def __init__(self, llm: RolloutEngine, tokenizer: Any, names: str | None = None) -> None:
+    def __init__(self, llm: LLM, tokenizer: Any, names: str | None = None) -> None:
         self.llm, self.names = llm, names
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
 
@@ -140,7 +141,7 @@ class JaxinferRollout(BaseRollout):
     def __init__(
         self,
         *,
-        llm: RolloutEngine,
+        llm: LLM,
         tokenizer: Any,
         rollout_actor: Any = None,
         mesh: Any = None,

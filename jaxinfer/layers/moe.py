@@ -405,8 +405,8 @@ class MoE(Layer):
         """Run the experts of ``live`` tokens; padding tokens select no expert and their results are not used."""
         flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing = self.routed(flat)
-        nobody = jnp.iinfo(jnp.int32).max
-        routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
+        no_expert = jnp.iinfo(jnp.int32).max
+        routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, no_expert))
         run = functools.partial(run_sharded_experts, scaled_inputs=self.scaled_inputs)
         mixed = run(self.seen(flat), routing, self.experts(), self.glu, self._shared())
         return own_tokens(mixed.reshape(x.shape))

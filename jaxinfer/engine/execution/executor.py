@@ -224,8 +224,8 @@ class LocalExecutor:
         self.handed: Array | None = None
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
-        self._open_masks = {} if last is None else self._masks_of_nobody(last)
-        self._no_asks = {} if last is None else self._asks_of_nobody(last)
+        self._open_masks = {} if last is None else self._open_masks_by_rows(last)
+        self._no_asks = {} if last is None else self._empty_asks_by_rows(last)
         self.drafting = self._drafting(model, meshes[-1])
         computing = [*self.runtimes, *self.drafting]
         arrays = [self._arrays(runtime) for runtime in computing]
@@ -265,7 +265,7 @@ class LocalExecutor:
             return None
         return self._first.arrive(tokens)
 
-    def _masks_of_nobody(self, last: StageRuntime) -> dict[int, Array]:
+    def _open_masks_by_rows(self, last: StageRuntime) -> dict[int, Array]:
         """Make device masks that allow all tokens for all rows, by number of rows: for steps without a grammar."""
         if not self._engine.grammars:
             return {}
@@ -273,7 +273,7 @@ class LocalExecutor:
         sizes = self._engine.decode_sizes
         return {rows: put_whole(np.full((rows, words), -1, np.int32), last.replicated) for rows in sizes}
 
-    def _asks_of_nobody(self, last: StageRuntime) -> dict[int, Array]:
+    def _empty_asks_by_rows(self, last: StageRuntime) -> dict[int, Array]:
         """Make device arrays for steps in which no row asks for outputs for training, by number of rows."""
         sizes = self._engine.decode_sizes if self._engine.enable_training_outputs else ()
         return {rows: put_whole(np.zeros((rows, ASKS), np.int32), last.replicated) for rows in sizes}

@@ -177,8 +177,8 @@ class LatentMoE(MoE):
 
     def __call__(self, x: Hidden, live: Bool[Array, "*batch"]) -> Hidden:
         flat = all_tokens(x).reshape(-1, x.shape[-1])
-        routing, nobody = self.routed(flat), jnp.iinfo(jnp.int32).max
-        routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
+        routing, no_expert = self.routed(flat), jnp.iinfo(jnp.int32).max
+        routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, no_expert))
         mixed = run_sharded_experts(self._linear(flat, "narrow"), routing, self.experts(), self.glu)
         return own_tokens(self._linear(mixed, "wide").reshape(x.shape))
 

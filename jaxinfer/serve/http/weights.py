@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -51,7 +51,8 @@ async def pause(request: Request) -> Response:
     """Pause the engine; ``clear_cache=true`` drops the prefix cache, too."""
     asked = _query(request, "mode", "clear_cache")
     clear = _boolean("clear_cache", asked.get("clear_cache", "false"))
-    state = await _run(request, operations.Pause(asked.get("mode", "wait")))  # type: ignore[arg-type]
+    mode: Any = asked.get("mode", "wait")
+    state = await _run(request, operations.Pause(mode))
     if clear:
         await _door(request).serving().flush_prefix_cache()
     return _state(state)
@@ -100,8 +101,8 @@ async def update_weights(request: Request) -> Response:
     body = await _body(request, UpdateWeightsRequest)
     if None not in (body.version, body.weight_version) and body.version != body.weight_version:
         raise invalid("weight_version", body.weight_version, f"is another one than version={body.version}")
-    version, mode = body.version if body.weight_version is None else body.weight_version, body.mode
-    state = await _run(request, operations.UpdateWeights(body.path, version, mode))  # type: ignore[arg-type]
+    version, mode = body.version if body.weight_version is None else body.weight_version, cast(Any, body.mode)
+    state = await _run(request, operations.UpdateWeights(body.path, version, mode))
     return _json(_fields(state) | {"bytes": state.bytes, "seconds": state.seconds})
 
 
