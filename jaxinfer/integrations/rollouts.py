@@ -12,7 +12,6 @@ from jaxinfer.llm import LLM
 from jaxinfer.outputs import CompletionOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.served import WeightUpdate
-from jaxinfer.weights import each_param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,5 +63,4 @@ def update(llm: LLM, weights: Any, names: str | None = None, version: int | None
     Raises:
         WeightsError: the weights do not fit the model; the first array that does not is named.
     """
-    converted = ((".".join(path), array) for path, array in each_param(llm.model, weights, names=names, cast=True))
-    return llm.update_weights(converted, version=version, names="own")
+    return llm.update_weights(weights, version=version, names=names, cast=True)

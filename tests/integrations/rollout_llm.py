@@ -39,8 +39,8 @@ class RolloutLLM(LLM):
 
     def update_weights(self, params: Any, *, mode: str = "wait", **options: Any) -> WeightUpdate:
         """Record weights, and serve them."""
-        names, partial = options.pop("names", None), options.get("partial", False)
-        made = params_from(self.model, params, names=names, partial=partial)
+        chosen = {name: options.pop(name) for name in ("names", "cast") if name in options}
+        made = params_from(self.model, params, partial=options.get("partial", False), **chosen)
         update = super().update_weights(made, mode=mode, **options)
         self.updates.append(Update(made, update.version, mode))
         return update
