@@ -63,6 +63,7 @@ def test_prompts_share_prefixes_and_samples_are_as_many_as_asked():
     assert error.value.field == "max_tokens"
 
 
+@pytest.mark.slow
 def test_the_command_passes_on_the_demo_model(capsys):
     assert main(["demo", *FLAGS, "--max-tokens", "4", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

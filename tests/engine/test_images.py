@@ -45,7 +45,9 @@ MODES: dict[str, tuple[dict[str, Any], Any]] = {
     "drafts": ({"speculative": "ngram", "speculative_adaptive": False}, lambda stats: stats.draft_accepted > 0),
 }
 MOST = ("one axis", "full batch"), ("both directions", "full batch"), ("both directions", "recomputed")
-CASES = [("three axes, deepstack", mode) for mode in MODES] + [*MOST, ("both directions", "small budget")]
+FAST = [("three axes, deepstack", mode) for mode in ("full batch", "swapped", "drafts")] + [*MOST[1:]]
+MORE = [("three axes, deepstack", mode) for mode in MODES] + [MOST[0], ("both directions", "small budget")]
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in FAST)]
 
 
 def make_engine_of(model: Model, **changes: Any) -> EngineCore:
@@ -162,7 +164,9 @@ def _compiled(engine: Any) -> CompiledStage:
     return found
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize(
+    "method", ["eagle", *(pytest.param(name, marks=pytest.mark.slow) for name in ("draft_model", "eagle3", "medusa"))]
+)
 def test_drafts_of_a_model_or_a_head_change_no_bit(method):
     """A drafter reads placeholders as text, which its drafts may suffer from, but no token."""
     model = vision_model(axes=True, deep=1, num_hidden_layers=4)
