@@ -112,6 +112,26 @@ def simple_requests(count: int, vocab: int) -> Requests:
     ]
 
 
+def test_penalties_count_the_tokens_of_all_versions():
+    """Greedy with penalties: after an update each token is the new logits' best, less the penalties of all tokens."""
+    model, presence, frequency = random_model(), 1.5, 0.7
+    new, rng = of_version(model, 1), np.random.default_rng(5)
+    llm = LLM(model, **SETTINGS)
+    terms = SamplingParams(temperature=0.0, presence_penalty=presence, frequency_penalty=frequency, max_tokens=24)
+    requests = [(rng.integers(0, 97, 20 + number).tolist(), terms) for number in range(4)]
+    update = lambda step: llm.update_weights(new, mode="keep") if step == 40 else None  # noqa: E731
+    for output, (prompt, _) in zip(generate(llm, requests, update), requests, strict=True):
+        (sample,) = output.outputs
+        (_, before), (_, after) = sample.weight_versions
+        assert before > 3
+        assert after > 3
+        for at in range(before, before + after):
+            known = sample.token_ids[:at]
+            counts = np.bincount(known, minlength=97)
+            logits = np.asarray(model.apply(new, jnp.asarray([[*prompt, *known]])))[0, -1]
+            assert sample.token_ids[at] == (logits - presence * (counts > 0) - frequency * counts).argmax()
+
+
 def check_updates(llm: LLM, model: Model, versions: int = 6) -> None:
     """Update while requests run, then twice between them: every range is that version's own continuation."""
     requests = simple_requests(12, model.config.vocab_size)
@@ -128,6 +148,7 @@ def check_updates(llm: LLM, model: Model, versions: int = 6) -> None:
     alone = {number: LLM(model.replace(params=of_version(model, number)), **SETTINGS) for number in range(1, versions)}
     assert check_ranges(outputs, requests, {0: LLM(model, **SETTINGS), **alone}) > len(requests)
     assert own == 0
+    assert llm.engine.stats().replay_mismatches == 0  # tokens of other weights are not expected again
     last = llm.weight_version
     assert last == versions - 1
     assert [o.outputs[0].token_ids for o in generate(llm, requests)] == [
@@ -383,12 +404,13 @@ def test_sleep_frees_what_its_level_says(tiny):
     assert live_bytes() <= awake - pools - weights
     with pytest.raises(WeightsError):
         llm.update_weights({})
-    llm.wake_up(["weights"])
+    llm.wake_up()
+    with pytest.raises(RequestError):
+        llm.resume()
     with pytest.raises(WeightsError) as refused:
         llm.update_weights({"final_norm": {"scale": np.ones(32, np.float32)}}, partial=True)
     assert refused.value.field == "partial"
     llm.update_weights(random_model(num_hidden_layers=1).params)
-    llm.wake_up()
     generate(llm, simple_requests(4, 97))
     assert live_bytes() <= awake
 

@@ -100,7 +100,7 @@ class Engine(EngineLoop):
     def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
         self.settle()
         self._executor.swap(weights)
-        super().swap(weights, version, restart=restart)
+        self.renew(version, restart=restart)
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         super().sleep(cache=cache, weights=weights)
