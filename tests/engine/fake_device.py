@@ -291,19 +291,16 @@ class FakeDevice:
             if sequence.swapped is None:
                 self._drafted_to.pop(sequence.arrival, None)
             if sequence.stateful and sequence.sampler_state is None:
-                sequence.sampler_state = self._states[slot], sequence.swapped is not None
+                sequence.sampler_state = self._states[slot]
         taken = [sequence.slot for sequence in plan.admitted]
         assert len(set(taken)) == len(taken), "two sequences were given one slot"
         for sequence in plan.admitted:
             self._owners[sequence.slot] = sequence
-            saved: Any = sequence.sampler_state
             self._states[sequence.slot] = self._model.first_state(sequence.request)
-            if saved is not None and saved[1] and not sequence.redrawn:
-                self._states[sequence.slot], sequence.sampler_state = saved[0], None
         for sequence, _, position, *_ in plan.decodes:
             if sequence.sampler_state is not None and position + 1 == len(sequence.tokens):
-                saved, sequence.sampler_state = sequence.sampler_state, None
-                self._states[sequence.slot] = saved[0]
+                saved: Any = sequence.sampler_state
+                self._states[sequence.slot], sequence.sampler_state = saved, None
 
     # ---- a draft model
 

@@ -370,11 +370,10 @@ def _fixed_weights() -> RequestError:
 
 
 class SamplerSnapshot:
-    """Number of a snapshot that executors keep as long as this object is referenced; ``swapped``: of a sequence that
-    resumes with its pages."""
+    """Number of a snapshot that executors keep as long as this object is referenced."""
 
-    def __init__(self, number: int, *, swapped: bool) -> None:
-        self.number, self.swapped = number, swapped
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class SnapshotNumbers:
@@ -383,8 +382,8 @@ class SnapshotNumbers:
     def __init__(self) -> None:
         self._numbers, self._dropped = itertools.count(), collections.deque[int]()
 
-    def new(self, *, swapped: bool) -> SamplerSnapshot:
-        snapshot = SamplerSnapshot(next(self._numbers), swapped=swapped)
+    def new(self) -> SamplerSnapshot:
+        snapshot = SamplerSnapshot(next(self._numbers))
         weakref.finalize(snapshot, self._dropped.append, snapshot.number)
         return snapshot
 

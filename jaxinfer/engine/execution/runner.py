@@ -162,17 +162,14 @@ class Runner:
         for sequence, slot in preempted:
             if sequence.stateful and sequence.sampler_state is None:
                 self._catch_up = True
-                sequence.sampler_state = snapshot = self._snapshots.new(swapped=sequence.swapped is not None)
+                sequence.sampler_state = snapshot = self._snapshots.new()
                 self._executor.run(commands.SaveSlot(slot, snapshot.number))
 
     def _admit(self, admitted: list[Sample]) -> None:
         for sequence in admitted:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
-            state = sequence.sampler_state
-            if isinstance(state, SamplerSnapshot) and state.swapped and not sequence.redrawn:
-                self._restore(sequence, state)
-            elif sequence.stateful:
+            if sequence.stateful:
                 self._executor.run(commands.AdmitSlot(sequence.slot, *slots.state_rows(sequence.request, self._vocab)))
         for microbatch in {sequence.slot % self._engine.microbatches for sequence in admitted}:
             self._set_slots(microbatch)
@@ -182,11 +179,8 @@ class Runner:
         for sequence, _, position, *_ in rows:
             state = sequence.sampler_state
             if isinstance(state, SamplerSnapshot) and position + 1 == len(sequence.tokens):
-                self._restore(sequence, state)
-
-    def _restore(self, sequence: Sample, state: SamplerSnapshot) -> None:
-        self._executor.run(commands.RestoreSlot(sequence.slot, state.number))
-        sequence.sampler_state = None
+                self._executor.run(commands.RestoreSlot(sequence.slot, state.number))
+                sequence.sampler_state = None
 
     def _place(self, slot: int) -> tuple[HostSlots, int]:
         row, microbatch = divmod(slot, self._engine.microbatches)

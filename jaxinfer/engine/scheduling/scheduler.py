@@ -412,6 +412,8 @@ class Scheduler:
         while self._free_slots and (sequence := self._next()) is not None:
             if sequence.leader in self._prefill.filled:
                 break  # the prefix to share is computed in this very step
+            if sequence.stateful and sequence.in_flight:
+                break  # its saved sampler state counts tokens that are not known yet
             if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
                 break
             slot, swapped = self._free_slots[0], sequence.swapped is not None

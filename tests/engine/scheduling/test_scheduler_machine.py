@@ -339,6 +339,11 @@ def test_drafts_behind_chunks_of_their_step_leave_what_these_still_see(unchecked
     run_episode(5, 29, agrees=(True,))
 
 
+def test_a_saved_sampler_state_counts_the_rows_in_flight(unchecked):
+    """A sequence resumed while a row from before its preemption was in flight; its token was counted twice."""
+    run_episode(397945850, 23)
+
+
 def test_ten_thousand_steps(unchecked, seed):
     check_that_everything_happened(drive(seed, steps=10_000))
 
