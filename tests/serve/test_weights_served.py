@@ -23,7 +23,7 @@ from jaxinfer.loading import load_model
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live
 
-UPDATES, CLIENTS, TOKENS = 20, 4, 48
+UPDATES, CLIENTS, TOKENS, KILLS = 200, 4, 48, 50
 BOUND = 240.0
 PROMPTS = ("Once upon a time", "The fox", "One day", "A king")
 ENGINE = EngineConfig(max_num_seqs=4, max_model_len=256, page_size=16, num_pages=128, prefill_sizes=(32,))
@@ -85,6 +85,22 @@ class World:
     def compilations(self) -> int:
         with Control(f"127.0.0.1:{self.served.server.control_port}", timeout=BOUND) as control:
             return control.stats()["compilations"]
+
+    def info(self) -> dict[str, Any]:
+        """Return what is served, with its checksums."""
+        return self.http.get("/weight_info", params={"checksums": "true"}).json()
+
+    def checksums(self) -> dict[str, str]:
+        return self.info()["checksums"]
+
+    def kill_the_core(self) -> None:
+        """Kill the engine core, and wait for the next one."""
+        restarts = self.served.server.restarts
+        os.kill(self.served.server._supervisor._child.process.pid, signal.SIGKILL)
+        end = time.monotonic() + BOUND
+        while self.served.server.restarts == restarts or self.http.get("/ready").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
     def under_load(self, mode: str, updates: int) -> list[Made]:
         """Update while clients stream; return their outputs."""
@@ -212,18 +228,32 @@ def test_the_next_engine_core_serves_the_last_weights(world):
     version = world.update()
     if version % 2 == 0:
         version = world.update()
-    text = world.make(PROMPTS[0])
-    sums = world.http.get("/weight_info", params={"checksums": "true"}).json()["checksums"]
-    restarts = world.served.server.restarts
-    os.kill(world.served.server._supervisor._child.process.pid, signal.SIGKILL)
-    end = time.monotonic() + BOUND
-    while world.served.server.restarts == restarts or world.http.get("/ready").status_code != 200:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert world.http.get("/weight_info", params={"checksums": "true"}).json() == {
-        "weight_version": version,
-        "is_paused": False,
-        "is_sleeping": False,
-        "checksums": sums,
-    }
+    text, sums = world.make(PROMPTS[0]), world.checksums()
+    world.kill_the_core()
+    assert world.info() == {"weight_version": version, "is_paused": False, "is_sleeping": False, "checksums": sums}
     assert world.make(PROMPTS[0]) == text
+
+
+def test_an_update_whose_engine_core_is_killed_leaves_the_old_weights_whole(world):
+    """The moments of the kills cover the whole time of an update, and some time before and after it."""
+    sums, texts = dict[int, Any](), dict[int, list[int]]()
+    for _ in range(2):
+        parity, begun = world.update() % 2, time.monotonic()
+        sums[parity], texts[parity] = world.checksums(), world.make(PROMPTS[0]).tokens
+    world.update()
+    ended, failed = time.monotonic() - begun, 0
+    for kill in range(KILLS):
+        before, answers = world.version, list[httpx.Response]()
+        update = {"path": "ab"[(before + 1) % 2], "version": before + 1}
+        updating = threading.Thread(target=lambda: answers.append(world.http.post("/update_weights", json=update)))
+        updating.start()
+        time.sleep(1.2 * ended * kill / KILLS)
+        world.kill_the_core()
+        updating.join(BOUND)
+        (answer,) = answers
+        assert answer.status_code in (200, 503), answer.text
+        failed += answer.status_code != 200
+        version = before + (answer.status_code == 200)
+        assert world.version == version
+        assert (world.checksums(), world.make(PROMPTS[0]).tokens) == (sums[version % 2], texts[version % 2])
+    assert failed

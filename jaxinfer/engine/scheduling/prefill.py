@@ -51,11 +51,15 @@ class PrefillPlanner:
         self.plans, self.filled, self._ahead = [], [], decoding
         self.encoder.begin()
 
-    def extend(self, sequence: Sequence, spare: int = 0) -> None:
-        """Plan chunks of one prompt as far as the budget and pages, less ``spare``, allow."""
+    def extend(self, sequence: Sequence, spare: int = 0, *, limited: bool = True) -> None:
+        """Plan chunks of one prompt as far as the budget, pages less ``spare``, and the queue's limit allow.
+
+        Args:
+            limited: false: there is no such limit, as no other prompt could proceed.
+        """
         if not sequence.prefilling:
             return
-        before, limit = len(self.plans), self._queue.prompt_limit(sequence)
+        before, limit = len(self.plans), self._queue.prompt_limit(sequence) if limited else None
         kept = 0 if limit is None else max(0, self._tokens - limit)
         while sequence.prefilling:
             chunk = self._pages.next_chunk(sequence, sequence.scheduled)

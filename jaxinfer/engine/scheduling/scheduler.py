@@ -385,9 +385,13 @@ class Scheduler:
         return preempted
 
     def _continue(self, started: list[Sequence], preempted: list[Preempted]) -> None:
-        """Plan chunks of the running prompts."""
-        for sequence in started:
-            self._prefill.extend(sequence)
+        """Plan chunks of the running prompts. Where the first ones want pages that those behind them hold, these must
+        proceed."""
+        for limited in (True, False):
+            for sequence in started:
+                self._prefill.extend(sequence, limited=limited)
+            if self._prefill.plans:
+                break
         if started and not self._prefill.plans and 1 < len(started) == len(self._running):
             preempted.append(self._preempt())  # prompts hold all pages and none can proceed
 

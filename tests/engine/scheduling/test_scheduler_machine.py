@@ -344,6 +344,11 @@ def test_a_saved_sampler_state_counts_the_rows_in_flight(unchecked):
     run_episode(397945850, 23)
 
 
+def test_a_prompt_that_lets_a_new_tenant_pass_proceeds_where_that_one_cannot(unchecked):
+    """It held the pages that the other wanted, and none was preempted for good."""
+    run_episode(16, 394)
+
+
 def test_ten_thousand_steps(unchecked, seed):
     check_that_everything_happened(drive(seed, steps=10_000))
 
