@@ -16,8 +16,8 @@ import rich.console
 import rich.progress
 import rich.text
 
-from jaxinfer.config import EngineConfig
-from jaxinfer.config.aliases import advice
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.config.aliases import SettingNameError, advice, our_settings
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.execution.on_policy import ServedPrograms
 from jaxinfer.images.expansion import for_vocabulary, place_images
@@ -66,7 +66,8 @@ class LLM(LoRAFrontend, WeightFrontend):
         CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence with the reason. A
             model that does not fit into memory is rejected before the weights are loaded.
         ValueError: parameters of a `Model` do not match its specs; names the first.
-        TypeError: ``settings`` has a name that `EngineConfig` does not have; suggests a similar one.
+        TypeError: ``settings`` has a name that is neither of `EngineConfig` nor of another engine (docs/cli.md);
+            suggests a similar one.
     """
 
     def __init__(
@@ -384,11 +385,15 @@ def _bare(prompt: Prompt | ImagePrompt) -> Prompt:
 
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
     known = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name in settings:
+    try:
+        ours = our_settings(settings, known)
+    except SettingNameError as error:
+        raise EngineConfigError(str(error)) from error
+    for name, value in ours.items():
         if name not in known:
             raise TypeError(f"LLM has no setting {name}: {advice(name, known) or 'docs/settings.md lists them'}")
-    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
-    return dataclasses.replace(config, **{**settings, **lists})
+        ours[name] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(config, **ours)
 
 
 class _Run:

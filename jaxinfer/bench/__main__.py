@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxinfer.bench import self_test, serve
 from jaxinfer.bench.datasets import DatasetError
-from jaxinfer.bench.options import OptionsError
+from jaxinfer.bench.names import OptionsError
 from jaxinfer.bench.plot import PlotError
 from jaxinfer.bench.target import TargetError
 from jaxinfer.bench.traces import TraceError

@@ -11,29 +11,35 @@ from collections.abc import Sequence
 from jaxinfer.bench.datasets import DATASETS, DEFAULT_LENGTHS, Lengths
 from jaxinfer.bench.figures import MS, Goals
 from jaxinfer.bench.http_target import PATHS
+from jaxinfer.bench.names import ALWAYS, OptionsError, add_others, take_others
 from jaxinfer.bench.traces import MOONCAKE_BLOCK
+from jaxinfer.cli.flags import all_flags
 from jaxinfer.cli.parser import Parser
 
 SCHEMES = ("grpc", "grpcs", "http", "https")
 DEFAULT_REQUESTS, DEFAULT_USERS, DEFAULT_SWEEP_SECONDS = 200, 8, 20.0
 
 
-class OptionsError(ValueError):
-    """Conflicting options. The message names them."""
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options; conflicting ones end the command with one sentence, as the parser's own errors do."""
-    parser = Parser("jaxinfer bench", _DESCRIPTION, _EXAMPLES, _COMMON)
-    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="benchmark a running server")
-    for add in (_target, _load, _sweep, _dataset, _report):
-        add(parser)
+    parser = make_parser()
     options: argparse.Namespace = parser.parse_args(arguments)
     try:
+        take_others(options)
         _check(options)
     except OptionsError as error:
         parser.refuse(str(error))
     return options
+
+
+def make_parser() -> Parser:
+    """Return the parser."""
+    parser = Parser("jaxinfer bench", _DESCRIPTION, _EXAMPLES, _COMMON)
+    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="benchmark a running server")
+    for add in (_target, _load, _sweep, _dataset, _report, add_others):
+        add(parser)
+    parser.accept_always(ALWAYS)
+    return parser
 
 
 _COMMON = ("target", "concurrency", "request_rate", "num_requests", "duration", "sweep", "goodput", "out", "plot")
@@ -46,9 +52,15 @@ _DESCRIPTION = "Send load to a server and report user-visible latencies and thro
 
 def _target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--target", type=_url, help="server: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
+    group.add_argument(*all_flags("target"), type=_url, help="server: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
     group.add_argument("--model", help="model name in requests (default: the served model)")
-    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions", help="HTTP endpoint")
+    paths = {f"/v1{path}": name for name, path in PATHS.items()}
+    group.add_argument(
+        "--endpoint",
+        type=lambda text: paths.get(text, text),
+        choices=sorted(PATHS),
+        help="HTTP endpoint (default: completions)",
+    )
     group.add_argument("--api-key-file", type=pathlib.Path, help="file whose first line is the API key")
     group.add_argument("--ca-file", type=pathlib.Path, help="PEM file of trusted CAs, for TLS")
     group.add_argument("--connections", type=_count, default=8, help="gRPC connections, used in turn")
@@ -65,10 +77,10 @@ def _target(parser: argparse.ArgumentParser) -> None:
 
 def _load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    how = group.add_mutually_exclusive_group()
-    how.add_argument("--request-rate", type=_positive, help="open loop: requests per second; inf: all at once")
-    how.add_argument("--concurrency", type=_count, help=f"closed loop: concurrent users (default: {DEFAULT_USERS})")
-    how.add_argument("--speed", type=_positive, help="open loop: speedup of a trace's arrivals")
+    group.add_argument("--request-rate", type=_positive, help="open loop: requests per second; inf: all at once")
+    users = f"closed loop: concurrent users (default: {DEFAULT_USERS})"
+    group.add_argument(*all_flags("concurrency"), type=_count, help=users)
+    group.add_argument("--speed", type=_positive, help="open loop: speedup of a trace's arrivals")
     group.add_argument(
         "--burstiness",
         type=_positive,
@@ -76,10 +88,10 @@ def _load(parser: argparse.ArgumentParser) -> None:
         help="shape of the gamma distributed gaps; 1: Poisson, below: bursts, inf: even",
     )
     group.add_argument(
-        "--num-requests", type=_count, help=f"requests to send (default: {DEFAULT_REQUESTS}, without --duration)"
+        *all_flags("num_requests"), type=_count, help=f"requests to send (default: {DEFAULT_REQUESTS}, without --duration)"
     )
     group.add_argument("--duration", type=_positive, help="seconds during which requests are started")
-    group.add_argument("--warmup", type=int, default=0, help="warmup requests, not measured")
+    group.add_argument(*all_flags("warmup"), type=int, default=0, help="warmup requests, not measured")
     group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling")
 
 
@@ -104,23 +116,25 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
 
 def _dataset(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument("--dataset", choices=sorted(DATASETS), default="random", help="data set of the requests")
+    group.add_argument(
+        *all_flags("dataset"), choices=sorted(DATASETS), default="random", help="data set of the requests"
+    )
     group.add_argument("--dataset-path", type=pathlib.Path, help="file of the data set, if it is read from a file")
     group.add_argument(
-        "--input-len",
+        *all_flags("input_len"),
         type=_lengths,
         default=DEFAULT_LENGTHS,
         metavar="N|LOW:HIGH",
         help="prompt tokens, after a shared prefix",
     )
     group.add_argument(
-        "--output-len",
+        *all_flags("output_len"),
         type=_lengths,
         metavar="N|LOW:HIGH",
         help=f"output tokens (default: {DEFAULT_LENGTHS}, or the data set's)",
     )
     group.add_argument(
-        "--prefix-len",
+        *all_flags("prefix_len"),
         type=_tokens,
         default=0,
         help="shared-prefix, sonnet: tokens of the prefix",
@@ -145,7 +159,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="NAME:MS", help="latency goals: ttft:200 tpot:50 e2e:5000"
     )
-    group.add_argument("--out", type=pathlib.Path, help="JSON lines file: settings, each request, statistics")
+    group.add_argument(*all_flags("out"), type=pathlib.Path, help="JSON lines file: settings, each request, statistics")
     group.add_argument("--plot", type=pathlib.Path, help="PNG file: latencies and throughput over the rate")
     group.add_argument("--max-lateness", type=_positive, default=10.0, help="maximum p99 delay of sends in ms")
     group.add_argument("--max-lag", type=_positive, default=10.0, help="maximum p99 event loop lag in ms")
@@ -229,6 +243,9 @@ def goals(words: Sequence[str]) -> Goals:
 
 def _check(options: argparse.Namespace) -> None:
     goals(options.goodput)
+    loads = [name for name in ("request_rate", "concurrency", "speed") if getattr(options, name)]
+    if len(loads) > 1:
+        raise OptionsError(" and ".join(f"--{name.replace('_', '-')}" for name in loads) + " exclude each other")
     if options.target is None and not options.self_test:
         raise OptionsError("--target is missing: where is the server?")
     if options.sweep and (options.concurrency or options.speed):

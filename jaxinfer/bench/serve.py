@@ -30,7 +30,8 @@ from jaxinfer.bench.figures import MS, Goals, summary
 from jaxinfer.bench.grpc_target import GrpcTarget
 from jaxinfer.bench.http_target import HttpTarget
 from jaxinfer.bench.load import Load
-from jaxinfer.bench.options import DEFAULT_USERS, OptionsError, goals
+from jaxinfer.bench.names import OptionsError
+from jaxinfer.bench.options import DEFAULT_USERS, goals
 from jaxinfer.bench.prompts import Words, tokens_per_word, usable_ids
 from jaxinfer.bench.record import Record
 from jaxinfer.bench.speculation import Watched, between

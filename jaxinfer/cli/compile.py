@@ -57,4 +57,5 @@ def make_parser() -> Parser:
     group.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help=plugins)
     group.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)
     add_groups(parser, EngineConfig)
+    parser.accept_always()
     return parser

@@ -40,6 +40,7 @@ def add_engine(parser: Parser, sequences: str) -> None:
     group.add_argument("--check-finite", action="store_true", help="reject weights with NaN or infinity")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help='folder of compiled programs; "" keeps none')
     add_groups(parser, EngineConfig, skip=_NO_FLAGS, defaults={"max_num_seqs": sequences})
+    parser.accept_always()
 
 
 def add_model_flag(group: argparse._ArgumentGroup) -> None:

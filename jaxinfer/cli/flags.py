@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.config.aliases import ALIASES
+from jaxinfer.config.aliases import ALIASES, our_settings
 
 _SWITCHES = {"on": True, "off": False}
 _METAVARS = {int: "N", float: "X"}
@@ -86,7 +86,9 @@ def given_settings(
     """Return the fields of ``kind`` that were given on the command line; see `add_flags`."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in skip]
     values = {name: value for name in names if (value := getattr(args, prefix + name)) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return our_settings(
+        {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}, names
+    )
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
@@ -133,7 +135,7 @@ def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
     if kind is bool:
         if name.startswith("enable_") or default is False:
             return {"action": argparse.BooleanOptionalAction}
-        return {"type": _switch, "metavar": "on|off"}
+        return {"type": _switch, "metavar": "on|off", "nargs": "?", "const": True}
     if typing.get_origin(kind) is tuple:
         part = typing.get_args(kind)[0]
         return {"type": whole_number if part is int else part, "nargs": "+", "metavar": _METAVARS.get(part, "NAME")}

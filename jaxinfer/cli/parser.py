@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, override
 
 from jaxinfer.cli.flags import own_flags
-from jaxinfer.config.aliases import advice
+from jaxinfer.cli.names import our_words
+from jaxinfer.config.aliases import ALWAYS, Always, SettingNameError, advice
 from jaxinfer.version import __version__
 
 _WIDTH = 100
@@ -33,6 +34,7 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(prog, description=description, allow_abbrev=False, add_help=False, **options)
         self._examples, self._common = examples, common
+        self._always: Mapping[str, Always] = {}
         group = self.add_argument_group("help")
         group.add_argument("-h", "--help", action=_Help, nargs=0, help="show the common options and exit")
         group.add_argument("--help-all", action=_Help, nargs=0, help="show all options and exit")
@@ -46,6 +48,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("named", metavar="MODEL", nargs="?", help=_with_default(what, default))
         self.set_defaults(model_by_default=default)
 
+    def accept_always(self, always: Mapping[str, Always] = ALWAYS) -> None:
+        """Accept flags of other engines for what is always so (`jaxinfer.config.aliases.ALWAYS`)."""
+        self._always = {**self._always, **always}
+
     def take_model(self, args: argparse.Namespace) -> None:
         """Set ``args.model`` from the positional argument, the flag, or the default."""
         if args.named is not None and args.model is not None and args.named != args.model:
@@ -55,7 +61,11 @@ class Parser(argparse.ArgumentParser):
     @override
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args([self._dashed(word) for word in words], namespace)
+        try:
+            ours = our_words([self._dashed(word) for word in words], self._option_string_actions, self._always)
+        except SettingNameError as error:
+            self.refuse(str(error))
+        found, unknown = self.parse_known_args(ours, namespace)
         if unknown:
             self._refuse(unknown)
         return found
@@ -84,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_short_help(self) -> str:
         """Return the help of the common options."""
-        flags = [action for action in self._actions if action.option_strings]
+        flags = [action for action in self._actions if action.option_strings and action.help != argparse.SUPPRESS]
         usual = [action for action in flags if action.dest in self._common]
         groups = [("arguments", self._get_positional_actions()), ("common options", usual)]
         return self._page(groups, _Formatter, [f"--help-all shows all {len(flags)} options."])
@@ -116,9 +126,14 @@ class Parser(argparse.ArgumentParser):
         flag = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
         if not flag.startswith("-"):
             self.error(f"{flag} is one word too many")
-        known = {option.lstrip("-").replace("-", "_"): option for option in self._option_string_actions}
-        said = advice(flag.lstrip("-").replace("-", "_"), known, known.__getitem__)
+        own = [option for action in self._actions for option in own_flags(action)]
+        said = self._advice(flag, own) or self._advice(flag, self._option_string_actions)
         self.error(f"{flag} is not a flag of {self.prog}" + (f": {said}" if said else ""))
+
+    @staticmethod
+    def _advice(flag: str, options: Iterable[str]) -> str:
+        known = {option.lstrip("-").replace("-", "_"): option for option in options}
+        return advice(flag.lstrip("-").replace("-", "_"), known, known.__getitem__)
 
 
 class _Help(argparse.Action):

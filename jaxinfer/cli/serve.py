@@ -11,10 +11,9 @@ from jaxinfer.cli.flags import add_flags, add_groups, given_settings
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve.api.requests import ServeLimits
-from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
+from jaxinfer.serve.settings import LIMIT, ServeConfig, ServeConfigError, make_config, read_settings
 
 _NESTED = ("limits", "engine")
-_LIMIT = "limit_"
 
 _COMMON = ("config", "host", "http_port", "grpc_port", "api_keys", "max_model_len", "max_num_seqs", "kv_cache_dtype")
 _MORE = ("memory_utilization", "tensor_parallel_size")
@@ -46,14 +45,15 @@ def make_parser() -> Parser:
     file = parser.add_argument_group("config file")
     file.add_argument("--config", type=pathlib.Path, help="YAML file of settings; configs/deployments has examples")
     add_groups(parser, ServeConfig, skip=_NESTED)
-    add_flags(parser.add_argument_group("per-request limits"), ServeLimits, prefix=_LIMIT)
+    add_flags(parser.add_argument_group("per-request limits"), ServeLimits, prefix=LIMIT)
     add_groups(parser, EngineConfig)
+    parser.accept_always()
     return parser
 
 
 def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the settings of the file, if one is given, and those of the flags."""
     flags = given_settings(args, ServeConfig, skip=_NESTED)
-    flags["limits"] = given_settings(args, ServeLimits, prefix=_LIMIT)
+    flags["limits"] = given_settings(args, ServeLimits, prefix=LIMIT)
     flags["engine"] = given_settings(args, EngineConfig)
     return [flags] if args.config is None else [read_settings(args.config), flags]

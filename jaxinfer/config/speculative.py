@@ -25,7 +25,7 @@ class SpeculativeConfig:
             smaller model with the same vocabulary; "medusa", "eagle", "eagle3", "mtp": tokens of draft heads on the
             model's hidden states; or the name of a registered drafter.
         speculative_model: draft model or draft heads: a folder or a hub id (default: the shipped one for the demo
-            model; for "mtp" the model's own folder).
+            model; for "mtp" the model's own folder). Alone it means the method "draft_model".
         num_speculative_tokens: maximum draft tokens per sequence and step (Medusa: at most the number of heads).
         speculative_tree: maximum paths of a draft; 1: chains. Each further path takes idle rows and a copy of a page.
         speculative_adaptive: choose the draft length by measured step times and acceptance.
@@ -42,6 +42,10 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_cache_tokens: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        if self.speculative is None and self.speculative_model is not None:
+            object.__setattr__(self, "speculative", "draft_model")
 
     @property
     def guesses(self) -> bool:

@@ -10,14 +10,14 @@ import pathlib
 import re
 import reprlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import pydantic
 import yaml
 
 from jaxinfer.config import EngineConfig, EngineConfigError, check
-from jaxinfer.config.aliases import DTYPES, advice, known_dtype
+from jaxinfer.config.aliases import DTYPES, SettingNameError, advice, known_dtype, our_settings
 from jaxinfer.images.decode import MOST_PIXELS
 from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from jaxinfer.serve.api.kv_events import KvEventsConfig, refusal
@@ -283,6 +283,18 @@ TIMES = tuple(field.name for field in dataclasses.fields(ServeConfig) if field.n
 """Settings in seconds. Each of them must be finite."""
 
 Settings = Mapping[str, Any]
+LIMIT = "limit_"
+"""Prefix of the flags of `ServeLimits`."""
+_GROUPS: Mapping[str, list[str]] = {
+    name: [field.name for field in dataclasses.fields(kind)]
+    for name, kind in (("engine", EngineConfig), ("limits", ServeLimits))
+}
+PLACES: Mapping[str, str] = {
+    **{name: f"engine.{name}" for name in _GROUPS["engine"]},
+    **{LIMIT + name: f"limits.{name}" for name in _GROUPS["limits"]},
+    **{field.name: field.name for field in dataclasses.fields(ServeConfig)},
+}
+"""Path of each setting by the name of its flag."""
 _ONE_OF: Mapping[str, tuple[str, ...]] = {
     "tool_call_parser": (AUTO, OFF[0], *TOOL_PARSERS, RESPONSE_TEMPLATE),
     "reasoning_parser": (AUTO, OFF[0], *REASONING_PARSERS),
@@ -291,7 +303,7 @@ _ONE_OF: Mapping[str, tuple[str, ...]] = {
 
 
 def read_settings(path: pathlib.Path) -> dict[str, Any]:
-    """Read settings from a YAML file: fields of `ServeConfig`, those of ``limits`` and ``engine`` below these names.
+    """Read settings from a YAML file: by name, those of ``limits`` and ``engine`` also below these names (`nested`).
 
     Raises:
         ServeConfigError: the file cannot be read, is larger than 1 MiB, or is not a mapping.
@@ -309,13 +321,44 @@ def read_settings(path: pathlib.Path) -> dict[str, Any]:
     return settings
 
 
+def nested(settings: Settings) -> dict[str, Any]:
+    """Return settings as they are nested in `ServeConfig`. Those of ``engine`` and ``limits`` (as ``limit_n``) may stand
+    beside the others, as on the command line, and all may have names of other engines. Unknown names stay.
+
+    Raises:
+        ServeConfigError: two names of a setting have different values, or a setting cannot have its value here.
+    """
+    found = dict[str, Any]()
+    for name, value in _ours(settings, PLACES).items():
+        group, _, own = PLACES.get(name, name).rpartition(".")
+        if not group and not (name in _GROUPS and isinstance(value, Mapping)):
+            found[name] = value
+            continue
+        inner = {own: value} if group else _ours(value, _GROUPS[name])
+        others = found.setdefault(group or name, {})
+        if not isinstance(others, dict):
+            raise ServeConfigError(f"{group} = {reprlib.repr(others)} must hold settings by name")
+        for each in inner.keys() & others.keys():
+            if others[each] != inner[each]:
+                raise ServeConfigError(f"{each} = {inner[each]!r} and {others[each]!r}: it has two values")
+        others |= inner
+    return found
+
+
+def _ours(settings: Settings, known: Collection[str]) -> dict[str, Any]:
+    try:
+        return our_settings(settings, known)
+    except SettingNameError as error:
+        raise ServeConfigError(str(error)) from error
+
+
 def make_config(*layers: Settings) -> ServeConfig:
     """Build a configuration from settings by name; later layers override earlier ones, field by field.
 
     Raises:
         ServeConfigError: a name is unknown, or a value has the wrong type or cannot be served.
     """
-    merged = _merged(ServeConfig, ({"engine": QUEUE}, *layers), "")
+    merged = _merged(ServeConfig, ({"engine": QUEUE}, *map(nested, layers)), "")
     try:
         config = pydantic.TypeAdapter(ServeConfig).validate_python(merged)
     except pydantic.ValidationError as error:

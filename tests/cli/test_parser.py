@@ -8,7 +8,7 @@ from jaxinfer.cli import chat, compile, control, convert, generate, serve
 from jaxinfer.cli.app import COMMANDS
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig
-from jaxinfer.config.aliases import ALIASES, HINTS
+from jaxinfer.config.aliases import ALIASES, ALWAYS, HINTS, SWITCHES
 from jaxinfer.quant.make.recipe import METHODS
 from jaxinfer.serve.settings import ServeConfig
 
@@ -42,7 +42,7 @@ def refusal(capsys, parse, *words: str) -> str:
         ),
         ("generate", ["--max-token", "3"], "did you mean --max-tokens?"),
         ("serve", ["demo", "--api-key", "abc"], "--api-key is not a flag of jaxinfer serve: hashed keys stand in the"),
-        ("serve", ["demo", "--trust-remote-code"], "no code of a checkpoint is ever run"),
+        ("serve", ["demo", "--trust-remote-code=x"], "no code of a checkpoint is ever run"),
         ("serve", ["demo", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
         ("serve", ["demo", "--max-model-len", "x"], "--max-model-len: invalid int value: 'x'"),
         ("serve", ["demo", "--gpu-memory-utilization", "x"], "--memory-utilization: invalid float value"),
@@ -57,7 +57,7 @@ def refusal(capsys, parse, *words: str) -> str:
         ("generate", ["-t", "2"], "-t is not a flag of jaxinfer generate ("),
         ("serve", ["demo", "-d", "2"], "-d is not a flag of jaxinfer serve ("),
         ("serve", ["demo", "--num-gpus", "2"], "--num-gpus is not a flag of jaxinfer serve ("),
-        ("serve", ["demo", "--batch-size", "2"], "--batch-size is not a flag of jaxinfer serve ("),
+        ("serve", ["demo", "--batch-size", "2"], "max_num_seqs"),
         ("serve", ["demo", "--max-len", "2"], "did you mean --max-model-len?"),
         ("serve", ["demo", "--max-model-len", "1.3"], "'1.3' is no whole number"),
         ("serve", ["demo", "--max-model-len", "2Q"], "invalid int value: '2Q'"),
@@ -76,15 +76,20 @@ def test_an_error_is_one_line_with_the_way_out(capsys, command, words, said):
 SAMPLES = {int: "3", float: "0.5", str: "x"}
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, names in ALIASES.items() for theirs in names])
+ACTIONS = {
+    action.dest: (parser, action)
+    for parser in (generate.make_parser(), serve.make_parser())
+    for action in parser._actions
+    if action.dest in ALIASES
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours in ACTIONS for theirs in ALIASES[ours]])
 def test_the_fields_names_work(ours, theirs):
     """Flag names of other engines are aliases of jaxinfer's flags."""
-    makers = (serve.make_parser, generate.make_parser)
-    parser, action = next(
-        (p, action) for p in (make() for make in makers) for action in p._actions if action.dest == ours
-    )
+    parser, action = ACTIONS[ours]
     value = SAMPLES.get(action.type, "3")
-    wanted = [value] if ours == "prompt" else (action.type or str)(value)
+    wanted = [value] if ours == "prompt" or action.nargs == "+" else (action.type or str)(value)
     for spelt in (f"--{theirs.replace('_', '-')}", f"--{theirs}", f"--{ours}"):
         assert getattr(parser.parse_args([spelt, value]), ours) == wanted
     if len(theirs) <= 2:
@@ -93,7 +98,8 @@ def test_the_fields_names_work(ours, theirs):
 
 def test_no_name_of_others_is_one_of_ours():
     ours = {*EngineConfig.__dataclass_fields__, *ServeConfig.__dataclass_fields__}
-    assert not ours & {*HINTS, *(name for names in ALIASES.values() for name in names)}
+    others = {*HINTS, *ALWAYS, *SWITCHES, *(name for names in ALIASES.values() for name in names)}
+    assert not ours & others
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "half", "fp32", "float"])
@@ -152,7 +158,7 @@ def test_all_flags_are_explained_in_groups(command):
     for title in ("Scheduling and batching:", "Parallelism:", "Speculative decoding:"):
         assert title in page
     plain = " ".join(page.split())
-    assert "[also --gpu-memory-utilization, --mem-fraction-static]" in plain
+    assert "[also --gpu-memory-utilization, --mem-fraction-static, --kv-cache-free-gpu-memory-fraction]" in plain
     assert "--[no-]enable-prefix-caching" in plain
     assert "_MISSING_TYPE" not in plain
 

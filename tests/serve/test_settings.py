@@ -24,14 +24,34 @@ def test_lists_become_what_the_field_is():
     assert config.engine.prefill_sizes == (16, 64)
 
 
+def test_settings_may_have_the_names_and_places_of_other_engines():
+    config = make_config(
+        {
+            "model": "demo",
+            "port": 8001,
+            "gpu-memory-utilization": 0.5,
+            "max_num_seqs": 3,
+            "limit_n": 2,
+            "trust-remote-code": True,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            "engine": {"block_size": 16, "enable_chunked_prefill": True, "max_num_seqs": 3},
+        },
+        {"engine": {"page_size": 32}},
+    )
+    engine = config.engine
+    assert (config.http_port, config.limits.n) == (8001, 2)
+    assert (engine.memory_utilization, engine.max_num_seqs, engine.page_size) == (0.5, 3, 32)
+    assert (engine.speculative, engine.num_speculative_tokens) == ("ngram", 2)
+
+
 GROUP = {"model": "demo", "num_processes": 2, "coordinator_address": "[::1]:7654", "group_key_file": "key"}
 
 REFUSED = [
     ({}, "model is not set: name one"),
-    ({"model": "demo", "port": 1}, "port is not a setting: it is called http_port here"),
+    ({"model": "demo", "port": 1, "http_port": 2}, "port and http_port are one setting"),
+    ({"model": "demo", "max_num_seqs": 1, "engine": {"max_num_seqs": 2}}, "max_num_seqs = 2 and 1"),
+    ({"model": "demo", "engine": {"enable_chunked_prefill": False}}, "enable_chunked_prefill = False"),
     ({"model": "demo", "http_prot": 1}, "http_prot is not a setting: did you mean http_port?"),
-    ({"model": "demo", "max_num_seqs": 1}, "max_num_seqs is not a setting: did you mean engine.max_num_seqs?"),
-    ({"model": "demo", "gpu_memory_utilization": 1}, "it is called engine.memory_utilization here"),
     ({"model": "demo", "engine": {"http_port": 1}}, "engine.http_port is not a setting: did you mean http_port?"),
     ({"model": "demo", "api_key": "x"}, "api_key is not a setting: hashed keys stand in the file that api_keys names"),
     ({"model": "demo", "xyzzy": 1}, "xyzzy is not a setting: docs/serving.md and docs/settings.md list them"),

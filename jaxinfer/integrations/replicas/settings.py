@@ -12,16 +12,14 @@ from typing import Any
 import pydantic
 import yaml
 
-from jaxinfer.config import EngineConfig
 from jaxinfer.config.aliases import advice
 from jaxinfer.serve.api.kv_events import KvEventsConfig
-from jaxinfer.serve.api.requests import ServeLimits
-from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
+from jaxinfer.serve.settings import PLACES, ServeConfig, ServeConfigError, make_config, nested, read_settings
 
 POLICY = "jaxinfer.integrations.replicas.scaling.QueueLength"
 """Import path of the autoscaling policy class."""
 
-_LIMIT, _FILE = "limit_", "config"
+_FILE = "config"
 _STOPPING_SECONDS = 10.0
 """Seconds for an engine to stop when no requests run."""
 _LOOK_SECONDS = 2.0
@@ -92,8 +90,6 @@ class ReplicaConfig:
 
 _OWN = {field.name for field in dataclasses.fields(ReplicaConfig)}
 _SERVE = {field.name for field in dataclasses.fields(ServeConfig)}
-_ENGINE = {field.name for field in dataclasses.fields(EngineConfig)}
-_LIMITS = {_LIMIT + field.name for field in dataclasses.fields(ServeLimits)}
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _AT_LEAST_ONE = ("num_replicas", "max_replicas", "min_replicas", "max_ongoing_requests")
 _ABOVE_ZERO = (
@@ -117,9 +113,12 @@ def parse(arguments: Mapping[str, Any]) -> tuple[ServeConfig, ReplicaConfig]:
     """
     given = {name: _read(name, value) for name, value in arguments.items()}
     path = given.pop(_FILE, None)
-    file = {} if path is None else read_settings(pathlib.Path(str(path)))
+    file = {} if path is None else nested(read_settings(pathlib.Path(str(path))))
     own = {name: given.pop(name) for name in _OWN & given.keys()}
-    flags = _nested(given)
+    flags = nested(given)
+    for name in flags.keys() - _SERVE:
+        meant = advice(name, sorted(_OWN | PLACES.keys()))
+        raise ServeConfigError(f"{name} is not a setting: {meant or 'docs/ray.md says where they are listed'}")
     for name, value in {**file, **flags}.items():
         if name in ELSEWHERE:
             raise ServeConfigError(f"{name} = {reprlib.repr(value)}: {ELSEWHERE[name]}")
@@ -180,31 +179,6 @@ def _read(name: str, value: Any) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ServeConfigError(f"{name} = {reprlib.repr(value)} is no YAML: {' '.join(str(error).split())}") from error
-
-
-def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest settings that are given by flag name as in `ServeConfig`."""
-    flags = dict[str, Any]()
-    for name, value in given.items():
-        if name in _SERVE:
-            flags[name] = {**flags[name], **value} if name in flags and isinstance(value, Mapping) else value
-        elif name in _ENGINE:
-            _within(flags, "engine")[name] = value
-        elif name in _LIMITS:
-            _within(flags, "limits")[name.removeprefix(_LIMIT)] = value
-        else:
-            meant = advice(name, sorted(_OWN | _SERVE | _ENGINE | _LIMITS))
-            raise ServeConfigError(f"{name} is not a setting: {meant or 'docs/ray.md says where they are listed'}")
-    return flags
-
-
-def _within(flags: dict[str, Any], group: str) -> dict[str, Any]:
-    found = flags.setdefault(group, {})
-    if not isinstance(found, Mapping):
-        raise ServeConfigError(f"{group} = {reprlib.repr(found)} must hold settings by name")
-    flags[group] = dict(found)
-    made: dict[str, Any] = flags[group]
-    return made
 
 
 def _own(given: Mapping[str, Any]) -> ReplicaConfig:
