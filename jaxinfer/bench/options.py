@@ -87,9 +87,8 @@ def _load(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="shape of the gamma distributed gaps; 1: Poisson, below: bursts, inf: even",
     )
-    group.add_argument(
-        *all_flags("num_requests"), type=_count, help=f"requests to send (default: {DEFAULT_REQUESTS}, without --duration)"
-    )
+    number = f"requests to send (default: {DEFAULT_REQUESTS}, without --duration)"
+    group.add_argument(*all_flags("num_requests"), type=_count, help=number)
     group.add_argument("--duration", type=_positive, help="seconds during which requests are started")
     group.add_argument(*all_flags("warmup"), type=int, default=0, help="warmup requests, not measured")
     group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling")

@@ -139,7 +139,7 @@ ALWAYS: Mapping[str, Always] = MappingProxyType(
         "generation_config": Always("auto", "the checkpoint's generation_config.json recommends sampling parameters"),
         "task": Always("generate|auto", "models generate text: embeddings are not served"),
         "runner": Always("generate|auto", "models generate text: embeddings are not served"),
-        "preemption_mode": Always("recompute|swap", "each preempted sequence is swapped or recomputed, by what is faster"),
+        "preemption_mode": Always("recompute|swap", "sequences are swapped or recomputed, by what is faster"),
         "distributed_executor_backend": Always("mp|uni|ray|external_launcher", _PROCESSES),
         "max_parallel_loading_workers": Always(r"\d+", "weights are read in parallel"),
         "disable_custom_all_reduce": Always("true|false", "XLA and NCCL reduce"),

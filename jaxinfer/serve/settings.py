@@ -322,8 +322,8 @@ def read_settings(path: pathlib.Path) -> dict[str, Any]:
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """Return settings as they are nested in `ServeConfig`. Those of ``engine`` and ``limits`` (as ``limit_n``) may stand
-    beside the others, as on the command line, and all may have names of other engines. Unknown names stay.
+    """Return settings as they are nested in `ServeConfig`. Those of ``engine`` and ``limits`` (as ``limit_n``) may be
+    given beside the others, as on the command line, and all under names of other engines. Unknown names stay.
 
     Raises:
         ServeConfigError: two names of a setting have different values, or a setting cannot have its value here.

@@ -54,7 +54,7 @@ def refusal(capsys, parse, *words: str) -> str:
         ("generate", ["--chat", "--prompt", "x"], "--chat and --prompt exclude each other"),
         ("generate", ["--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file exclude each other"),
         ("generate", ["-p", "x", "--prompts", "y"], "--prompt and --prompts exclude each other"),
-        ("generate", ["-t", "2"], "-t is not a flag of jaxinfer generate ("),
+        ("generate", ["-t", "2"], "-t is not a flag of jaxinfer generate: "),
         ("serve", ["demo", "-d", "2"], "-d is not a flag of jaxinfer serve ("),
         ("serve", ["demo", "--num-gpus", "2"], "--num-gpus is not a flag of jaxinfer serve ("),
         ("serve", ["demo", "--batch-size", "2"], "max_num_seqs"),
