@@ -52,7 +52,9 @@ _DESCRIPTION = "Send load to a server and report user-visible latencies and thro
 
 def _target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument(*all_flags("target"), type=_url, help="server: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
+    group.add_argument(
+        *all_flags("target"), type=_url, help="server: grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://"
+    )
     group.add_argument("--model", help="model name in requests (default: the served model)")
     paths = {f"/v1{path}": name for name, path in PATHS.items()}
     group.add_argument(

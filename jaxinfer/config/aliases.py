@@ -120,8 +120,11 @@ ALWAYS: Mapping[str, Always] = MappingProxyType(
         "gpu_layers": Always(r"\d+|all|auto", _ON_DEVICE),
         "device_map": Always("auto|cuda|cpu|balanced|none", _ON_DEVICE),
         "device": Always("auto|cuda|cpu|gpu", "jax chooses the devices: JAX_PLATFORMS=cpu hides a GPU"),
-        "cpu_offload_gb": Always(r"0(\.0+)?", "weights must fit into device memory: more devices by "
-        "tensor_parallel_size, or fewer bytes by `jaxinfer convert --quantize`; swap_space_gib is for the KV cache"),
+        "cpu_offload_gb": Always(
+            r"0(\.0+)?",
+            "weights must fit into device memory: more devices by "
+            "tensor_parallel_size, or fewer bytes by `jaxinfer convert --quantize`; swap_space_gib is for the KV cache",
+        ),
         "mlock": Always("true", "weights are in device memory"),
         "no_mmap": Always("true", "weights are in device memory"),
         "jinja": Always("true", "the chat template of the model is used: chat_template replaces it"),
@@ -346,7 +349,7 @@ def our_settings(given: Mapping[str, Any], known: Collection[str]) -> dict[str, 
 
 
 def _translated(name: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    ours = name if name in known else _ALIASED.get(name)
+    ours = name if name in known else _ALIASED.get(name, "")
     if ours == "speculative_model" and value == "[ngram]" and ours in known:
         yield "speculative", "ngram"
     elif ours in known:

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Model | None, dict[str, Any], str]] = {
         {},
         r"it has layers with a window of 32 tokens \(None: all\), and the model keeps pages for \(None,\)",
     ),
-    "no drafts": (None, {"speculative": None, "speculative_model": "x"}, "speculative_model = x is used with"),
+    "no drafts": (None, {"speculative": "ngram", "speculative_model": "x"}, "speculative_model = x is used with"),
 }
 
 

@@ -166,7 +166,11 @@ def test_bad_settings_name_the_setting(changes, message):
     ("name", "said"),
     [
         ("max_num_seq", "LLM has no setting max_num_seq: did you mean max_num_seqs?"),
-        ("gpu_memory_utilization", "LLM has no setting gpu_memory_utilization: it is called memory_utilization here"),
+        (
+            "tokenizer_path",
+            "LLM has no setting tokenizer_path: a model is one folder, with its tokenizer: "
+            "copy the files of another tokenizer into it",
+        ),
         ("xyzzy", "LLM has no setting xyzzy: docs/settings.md lists them"),
     ],
 )
@@ -194,6 +198,29 @@ def test_settings_stand_above_the_configuration():
     base = EngineConfig(max_num_seqs=3, max_model_len=64, page_size=16)
     config = _with_settings(base, {"max_num_seqs": 2, "prefill_sizes": [16]})
     assert config == EngineConfig(max_num_seqs=2, max_model_len=64, page_size=16, prefill_sizes=(16,))
+
+
+def test_settings_may_have_the_names_of_other_engines():
+    """The first line is what people type for vLLM; ``speculative_model`` alone means a draft model."""
+    typed = {"gpu_memory_utilization": 0.9, "block_size": 16, "swap_space": 4, "enable_prefix_caching": True}
+    typed |= {"max_num_batched_tokens": 4096, "tensor_parallel_size": 1, "trust_remote_code": True}
+    config = _with_settings(EngineConfig(), {**typed, "speculative_model": "x", "num_speculative_tokens": 5})
+    assert config == EngineConfig(
+        memory_utilization=0.9,
+        page_size=16,
+        swap_space_gib=4,
+        max_num_batched_tokens=4096,
+        speculative="draft_model",
+        speculative_model="x",
+        num_speculative_tokens=5,
+    )
+
+
+@pytest.mark.parametrize("settings", [{"block_size": 16, "page_size": 32}, {"enable_chunked_prefill": False}])
+def test_a_setting_of_another_engine_that_cannot_be_taken_over_is_rejected(settings):
+    with pytest.raises(EngineConfigError) as refused:
+        LLM("demo-draft", **settings)
+    assert next(iter(settings)) in str(refused.value)
 
 
 def test_a_full_queue_takes_all_prompts_or_none(llm, monkeypatch):
