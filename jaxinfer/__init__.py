@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxinfer import research
+    from jaxinfer.async_llm import AsyncLLM
     from jaxinfer.config import EngineConfig
     from jaxinfer.llm import LLM
     from jaxinfer.loading import load_model
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncEngine": "jaxinfer.serve.core.async_engine",
+    "AsyncLLM": "jaxinfer.async_llm",
     "EngineConfig": "jaxinfer.config",
     "LLM": "jaxinfer.llm",
     "LoRARequest": "jaxinfer.lora.door",
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "AsyncLLM",
     "EngineConfig",
     "LoRARequest",
     "Model",

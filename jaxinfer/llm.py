@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -21,29 +20,19 @@ from jaxinfer.config.aliases import SettingNameError, advice, our_settings
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.execution.on_policy import ServedPrograms
 from jaxinfer.images.expansion import for_vocabulary, place_images
-from jaxinfer.images.prompts import HeldImage, ImagePrompt, image_prompt, with_timestamps
+from jaxinfer.images.prompts import HeldImage, ImagePrompt, bare_prompt, image_prompt, with_timestamps
 from jaxinfer.loading import start_engine
 from jaxinfer.lora.door import LoRAChoice, LoRAFrontend
 from jaxinfer.models.model import Model
-from jaxinfer.outputs import (
-    CompletionOutput,
-    Delta,
-    RequestOutput,
-    Score,
-    TokenLogprobs,
-    candidates_of,
-    empty_output,
-    score_of,
-)
+from jaxinfer.outputs import Collector, Delta, RequestOutput, Score, score_of
 from jaxinfer.parsers.registry import detect
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.served import ServedModel, WeightFrontend, copied_arrays
 from jaxinfer.structured.grammar import require_compiled
 from jaxinfer.text.contents import messages_of, with_images
 from jaxinfer.text.intake import AnyPrompt, Intake, Prompt, as_prompts, recommended_sampling
-from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PlacedImage, Request, SequenceDelta, added_versions
+from jaxinfer.types import FinishReason, PlacedImage, Request, SequenceDelta
 
 # Fields of a request that hold the prompt itself, as text or as tokens, and its images.
 _OF_ONE_PROMPT = ("prompt", "prompt_token_ids", "images", "videos", "multi_modal_data")
@@ -131,6 +120,11 @@ class LLM(LoRAFrontend, WeightFrontend):
     def engine(self) -> EngineCore:
         return self._open().engine
 
+    @property
+    def served(self) -> ServedModel:
+        """The model and its engine, whose weights and memory change between two steps."""
+        return self._open()
+
     def _open(self) -> ServedModel:
         if self._served is None:
             raise RuntimeError("this LLM is closed: make another one")
@@ -188,9 +182,7 @@ class LLM(LoRAFrontend, WeightFrontend):
         answers: bool = False,
     ) -> list[RequestOutput]:
         """Implement `generate`. ``answers``: the prompts are conversations."""
-        listed = [image_prompt(each) if isinstance(each, Mapping) else each for each in as_prompts(prompts)]
-        made = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
-        requests = self._adapted(made, lora)
+        listed, requests = self.prepare(prompts, sampling_params, lora, answers=answers)
         show = False if asked is None and on_delta is not None else asked
         with prompts_bar(len(listed), show) as count:
 
@@ -201,6 +193,23 @@ class LLM(LoRAFrontend, WeightFrontend):
 
             return self._run(listed, requests, told)
 
+    def prepare(
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt] | Sequence[ImagePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: LoRAChoice | Sequence[LoRAChoice] = None,
+        *,
+        answers: bool = False,
+    ) -> tuple[list[Prompt | ImagePrompt], list[Request]]:
+        """Return the prompts of `generate`, one by one, and a checked request for each, without running them.
+
+        Args:
+            answers: the prompts are conversations.
+        """
+        listed = [image_prompt(each) if isinstance(each, Mapping) else each for each in as_prompts(prompts)]
+        made = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
+        return listed, self._adapted(made, lora)
+
     def _run(
         self,
         prompts: Sequence[Prompt | ImagePrompt],
@@ -208,10 +217,10 @@ class LLM(LoRAFrontend, WeightFrontend):
         told: Callable[[Delta, RequestOutput], None] = lambda delta, whole: None,
     ) -> list[RequestOutput]:
         self._open().require_running()
-        run = _Run(self.engine, self.tokenizer, list(map(_bare, prompts)), requests)
+        run = _Run(self.engine, self.tokenizer, list(map(bare_prompt, prompts)), requests)
         try:
-            for delta in run:
-                told(delta, run.outputs[delta.request])
+            for delta, whole in run:
+                told(delta, whole)
         finally:
             run.abort()
         return run.outputs
@@ -348,6 +357,18 @@ class LLM(LoRAFrontend, WeightFrontend):
                 rejects a prompt.
             TemplateError: the template rejects the messages.
         """
+        prompts = self.render(messages, add_generation_prompt, tools, mm_processor_kwargs)
+        asked = use_tqdm if progress is None else progress
+        return self._generate(prompts, sampling_params, on_delta, asked, lora, answers=True)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ImagePrompt]:
+        """Return the prompts of one or several conversations; see `chat`."""
         template, tokenizer = self.model.chat_template, self.tokenizer
         if template is None or tokenizer is None:
             raise RequestError("messages", f": the model {self.model.name!r} has no chat template")
@@ -364,8 +385,7 @@ class LLM(LoRAFrontend, WeightFrontend):
                 text = with_timestamps(text, held, self.model.vision.processor)
             # The template adds the special tokens itself.
             prompts.append(ImagePrompt(tokenizer.encode(text, add_special_tokens=False), held))
-        asked = use_tqdm if progress is None else progress
-        return self._generate(prompts, sampling_params, on_delta, asked, lora, answers=True)
+        return prompts
 
     def _params_for(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
@@ -377,10 +397,6 @@ class LLM(LoRAFrontend, WeightFrontend):
         if len(params) != len(prompts):
             raise RequestError("sampling_params", f": {len(params)} given for {len(prompts)} prompts")
         return list(params)
-
-
-def _bare(prompt: Prompt | ImagePrompt) -> Prompt:
-    return prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
 
 
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
@@ -406,62 +422,37 @@ class _Run:
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
-        resolved = _add_all(engine, requests)
+        self._engine, resolved = engine, _add_all(engine, requests)
         self._position = {request.request_id: i for i, request in enumerate(resolved)}
-        self.outputs = [empty_output(p, request) for p, request in zip(prompts, resolved, strict=True)]
-        self._requests = resolved
-        self._texts = {
-            (request.request_id, index): Output(tokenizer, request)
-            for request in resolved
-            for index in range(request.params.n)
-        }
-        self._open = {(request.request_id, index) for request in resolved for index in range(request.params.n)}
+        self._collectors = [Collector(p, request, tokenizer) for p, request in zip(prompts, resolved, strict=True)]
+        self._open = sum(request.params.n for request in resolved)
 
-    def __iter__(self) -> Iterator[Delta]:
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [collector.output for collector in self._collectors]
+
+    def __iter__(self) -> Iterator[tuple[Delta, RequestOutput]]:
         while self._open:
             for delta in self._engine.step():
                 yield self._take(delta)
 
     def abort(self) -> None:
         """Abort outputs that are still open, and drain the step in flight."""
-        for request_id, index in self._open:
-            self._engine.abort(request_id, index)
+        for request_id, place in self._position.items():
+            for index in self._collectors[place].open:
+                self._engine.abort(request_id, index)
         while self._engine.has_work:
             self._engine.step()
 
-    def _take(self, delta: SequenceDelta) -> Delta:
-        at, key = self._position[delta.request_id], (delta.request_id, delta.index)
-        whole = self.outputs[at]
-        output = whole.outputs[delta.index]
-        new = self._texts[key].take(delta)
-        output.text += new.text
-        output.weight_versions = added_versions(
-            output.weight_versions, len(output.token_ids), new.weight_versions, len(new.token_ids)
-        )
-        output.token_ids.extend(new.token_ids)
-        self._take_logprobs(whole, output, new)
+    def _take(self, delta: SequenceDelta) -> tuple[Delta, RequestOutput]:
+        place = self._position[delta.request_id]
+        new = self._collectors[place].take(delta)
         if new.finish_reason is not None:
-            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
-            output.acceptance = new.acceptance
-            self._open.discard(key)
+            self._open -= 1
             if delta.finish_reason is None:  # a stop string: the engine does not check those
-                self._engine.abort(*key, FinishReason.STOP)
-        return Delta(at, new.index, new.text, new.token_ids, new.finish_reason)
-
-    def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, new: OutputDelta) -> None:
-        if new.prompt_logprobs is not None and whole.prompt_logprobs is None:
-            found = new.prompt_logprobs
-            whole.prompt_logprobs = [None if p is None else candidates_of(p, self._token_text) for p in found]
-        if new.logprobs:
-            if output.logprobs is None:
-                output.logprobs = TokenLogprobs(output.positions, self._token_text)
-            output.positions.extend(new.logprobs)
-            chosen = math.fsum(position.chosen.logprob for position in new.logprobs)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + chosen
-
-    def _token_text(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")
+                self._engine.abort(delta.request_id, delta.index, FinishReason.STOP)
+        made = Delta(place, new.index, new.text, new.token_ids, new.finish_reason)
+        return made, self._collectors[place].output
 
 
 def _add_all(engine: EngineCore, requests: Sequence[Request]) -> list[Request]:

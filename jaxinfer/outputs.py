@@ -12,7 +12,16 @@ from jaxtyping import Float32, Int32
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import PositionExtras, PositionLogprobs, Request, WeightVersions
+from jaxinfer.text.output import Output, OutputDelta
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import (
+    PositionExtras,
+    PositionLogprobs,
+    Request,
+    SequenceDelta,
+    WeightVersions,
+    added_versions,
+)
 
 
 class Logprob(NamedTuple):
@@ -187,14 +196,57 @@ def score_of(ids: list[int], output: RequestOutput) -> Score:
     return Score(ids, found, math.fsum(c.logprob for c in chosen), all(c.rank == 1 for c in chosen))
 
 
-def empty_output(prompt: Prompt, request: Request) -> RequestOutput:
-    """Return the outputs of an accepted request, without a token."""
-    seed = request.params.seed
-    assert seed is not None  # resolved by Engine.add
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[CompletionOutput(index) for index in range(request.params.n)],
-        seed=seed,
-    )
+class Collector:
+    """Collects the engine's deltas of one request into a `RequestOutput`.
+
+    Args:
+        request: accepted by the engine.
+
+    Attributes:
+        output: what has been generated so far; it grows.
+        open: indices of the samples that have not ended.
+    """
+
+    def __init__(self, prompt: Prompt, request: Request, tokenizer: Tokenizer | None) -> None:
+        seed = request.params.seed
+        assert seed is not None  # resolved by the engine
+        self._tokenizer = tokenizer
+        self._texts = [Output(tokenizer, request) for _ in range(request.params.n)]
+        self.open = set(range(request.params.n))
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[CompletionOutput(index) for index in range(request.params.n)],
+            seed=seed,
+        )
+
+    def take(self, delta: SequenceDelta) -> OutputDelta:
+        """Add a delta of an open sample; return what is new. See `Output.take` for stop strings."""
+        new, output = self._texts[delta.index].take(delta), self.output.outputs[delta.index]
+        output.text += new.text
+        output.weight_versions = added_versions(
+            output.weight_versions, len(output.token_ids), new.weight_versions, len(new.token_ids)
+        )
+        output.token_ids.extend(new.token_ids)
+        self._take_logprobs(output, new)
+        if new.finish_reason is not None:
+            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+            output.acceptance = new.acceptance
+            self.open.discard(delta.index)
+        return new
+
+    def _take_logprobs(self, output: CompletionOutput, new: OutputDelta) -> None:
+        whole = self.output
+        if new.prompt_logprobs is not None and whole.prompt_logprobs is None:
+            found = new.prompt_logprobs
+            whole.prompt_logprobs = [None if p is None else candidates_of(p, self._token_text) for p in found]
+        if new.logprobs:
+            if output.logprobs is None:
+                output.logprobs = TokenLogprobs(output.positions, self._token_text)
+            output.positions.extend(new.logprobs)
+            chosen = math.fsum(position.chosen.logprob for position in new.logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + chosen
+
+    def _token_text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")

@@ -53,6 +53,7 @@ LAYER = {
     "served": 9,
     "cli": 10,
     "llm": 10,
+    "async_llm": 11,
     "quantize": 10,
     "generate": 12,
     "terminal": 12,

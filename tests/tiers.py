@@ -114,6 +114,7 @@ SLOW_FILES = (
     "terminal/test_chat.py",
     "test_compile.py",
     "test_convert.py",
+    "test_async_llm.py",
     "test_examples.py",
     "models/test_edits.py",
     "test_functional.py",

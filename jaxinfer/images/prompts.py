@@ -78,6 +78,11 @@ class ImagePrompt:
     images: Sequence[HeldImage] = ()
 
 
+def bare_prompt(prompt: str | Sequence[int] | ImagePrompt) -> str | Sequence[int]:
+    """Return the text or the token ids of a prompt."""
+    return prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
+
+
 def image_prompt(prompt: Mapping[str, Any]) -> ImagePrompt:
     """Read a prompt given as an object: ``prompt`` or ``prompt_token_ids``, with ``images`` and ``videos`` or vLLM's
     ``multi_modal_data``, and with ``mm_processor_kwargs``.
