@@ -80,11 +80,10 @@ def _adaptable(specs: ParamTree) -> Iterator[tuple[Path, Any]]:
         yield HEAD, table
 
 
-def spec_at(declared: ParamTree, path: Path) -> ParamSpec:
-    """Return the declared spec of a weight that an adapter changes."""
+def spec_at(declared: ParamTree, path: Path) -> ParamSpec | None:
+    """Return the declared spec of a weight that adapters can change; None: there is no such weight."""
     spec = _at(declared, weight_path(declared, path))
-    assert isinstance(spec, ParamSpec)
-    return spec
+    return spec if isinstance(spec, ParamSpec) and spec.inputs is not None else None
 
 
 def weight_path(tree: Any, path: Path) -> Path:
