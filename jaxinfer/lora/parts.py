@@ -43,11 +43,21 @@ def random_parts(targets: Mapping[Path, LoRATarget], seed: int) -> Iterator[dict
     rng = np.random.default_rng(seed)
     for _, paths in itertools.groupby(targets, key=lambda path: path[0]):
         yield {
-            f"{'/'.join(path)}:{name}": rng.standard_normal(shape, np.float32) * _SPREAD
-            + np.float32(name == "magnitude")
-            for path in paths
-            for name, shape in targets[path].shapes.items()
+            f"{'/'.join(path)}:{name}": array for path in paths for name, array in _random(targets[path], rng).items()
         }
+
+
+def random_adapter(targets: Mapping[Path, LoRATarget], seed: int) -> Adapter:
+    """Return a random adapter that covers every adaptable weight."""
+    rng = np.random.default_rng(seed)
+    return Adapter("", 0, {path: Delta(**_random(target, rng)) for path, target in targets.items()}).on_host()
+
+
+def _random(target: LoRATarget, rng: np.random.Generator) -> dict[str, Float32[np.ndarray, "..."]]:
+    return {
+        name: rng.standard_normal(shape, np.float32) * _SPREAD + np.float32(name == "magnitude")
+        for name, shape in target.shapes.items()
+    }
 
 
 def require_fit(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> None:
