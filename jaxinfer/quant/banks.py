@@ -189,10 +189,10 @@ def replaced(tree: Any, path: Path, node: Any) -> Any:
 
 
 def write(
-    banks: Mapping[str, Float[Array, "slots *shape"]],
+    banks: Mapping[str, Float[Array, "slots ..."]],
     slot: Int[Array, ""],
-    arrays: Mapping[str, Float[Array, "*shape"]],
-) -> dict[str, Float[Array, "slots *shape"]]:
+    arrays: Mapping[str, Float[Array, "..."]],
+) -> dict[str, Float[Array, "slots ..."]]:
     """Return the banks of one part with an adapter written to a slot."""
     return {
         name: lax.dynamic_update_index_in_dim(bank, arrays[name].astype(bank.dtype), slot, 0)
@@ -214,11 +214,11 @@ def writing_over_ranks(arguments: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _write_of_rank(
-    banks: Mapping[str, Float[Array, "slots *shape"]],
+    banks: Mapping[str, Float[Array, "slots ..."]],
     slot: Int[Array, ""],
-    arrays: Mapping[str, Float[Array, "*shape"]],
+    arrays: Mapping[str, Float[Array, "..."]],
     own: Collection[str],
-) -> dict[str, Float[Array, "slots *shape"]]:
+) -> dict[str, Float[Array, "slots ..."]]:
     """Write one rank's shard; ``own``: the banks of which this rank holds only its own slots."""
     written = {}
     for name, bank in banks.items():

@@ -113,8 +113,7 @@ class ServedPrograms:
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise RequestError("like", "cannot be reproduced in a shard_map: shard the arrays that jax.jit takes")
         self._require_same(model, params, tokens)
-        if lora is not None:
-            self._require_adapter(lora)
+        lora = None if lora is None else self._accepted(lora)
         batch, time = tokens.shape
         begins = jnp.clip(jnp.asarray(1 if prompt_lengths is None else prompt_lengths, jnp.int32), 1, time)
         ends = jnp.clip(jnp.asarray(time if lengths is None else lengths, jnp.int32), 1, time)
@@ -135,8 +134,9 @@ class ServedPrograms:
             raise ValueError(f"like: the engine serves another model, {self.name}")
         jax.eval_shape(functools.partial(self.placed, model), params)
 
-    def _require_adapter(self, lora: Adapter) -> None:
-        """Raise an error unless the engine could serve the adapter."""
+    def _accepted(self, lora: Adapter) -> Adapter:
+        """Return the arrays of an adapter alone, as one program serves all; an error if the engine could not serve
+        it."""
         if not self.engine.lora_slots:
             raise RequestError("lora", "is not served by this engine: it needs enable_lora")
         if not isinstance(lora, Adapter):
@@ -148,6 +148,7 @@ class ServedPrograms:
         for path, leaf in jax.tree_util.tree_leaves_with_path(lora):
             if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
                 raise RequestError("lora", f": {jax.tree_util.keystr(path)} is {dtype}, and must be floating point")
+        return Adapter("", 0, lora.deltas)
 
     @property
     def _targets(self) -> dict[tuple[str, ...], LoRATarget]:
