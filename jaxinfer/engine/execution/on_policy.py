@@ -21,7 +21,14 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch, as_text
 from jaxinfer.engine.execution.encoder import abstract_cache, text_part
-from jaxinfer.engine.execution.placement import abstract_banks, abstract_params, abstract_pools, of_bank, targets_of
+from jaxinfer.engine.execution.placement import (
+    abstract_banks,
+    abstract_params,
+    abstract_pools,
+    of_bank,
+    targets_of,
+    with_copied_heads,
+)
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut
 from jaxinfer.engine.execution.step import make_decode_logprobs, make_pass_programs, make_prefill, with_adapters
@@ -32,6 +39,7 @@ from jaxinfer.lora.merge import declared
 from jaxinfer.lora.open import require_banks
 from jaxinfer.lora.trainable import traced_parts
 from jaxinfer.models.model import Model, require_ids
+from jaxinfer.parallel.heads import kv_copies
 from jaxinfer.parallel.mesh import replicated, stages, traced_for
 from jaxinfer.quant import Unquantized
 from jaxinfer.quant.banks import Banked, Banks, lora_targets, slot_specs, without_banks, write
@@ -162,8 +170,10 @@ class ServedPrograms:
         Raises:
             ValueError: one is missing, or has another shape or dtype than that of the engine: names the first.
         """
+        given = model.replace(params=params)
+        given = with_copied_heads(given, self.mesh) if kv_copies(model.cache_spec, self.mesh.shape) > 1 else given
         every = (stage.model for stage in self.stages)
-        return [_placed((), text_part(served.specs), model.specs, params, served.params) for served in every]
+        return [_placed((), text_part(served.specs), given.specs, given.params, served.params) for served in every]
 
     def spread(self, params: Sequence[Any]) -> list[Any]:
         """Shard parameters of each stage over the devices of the engine, if it has several."""
