@@ -170,8 +170,7 @@ def _training_step(model: Model, programs: ServedPrograms, adapter: Adapter | No
     def loss(
         params: Any, lora: Adapter | None, tokens: Array, prompt_lengths: Array, lengths: Array
     ) -> tuple[Array, Array]:
-        given = {"prompt_lengths": prompt_lengths, "lengths": lengths, "lora": lora}
-        found = model.logprobs(params, tokens, like=programs, **given)
+        found = model.logprobs(params, tokens, like=programs, prompt_lengths=prompt_lengths, lengths=lengths, lora=lora)
         return found.mean(), found
 
     step = jax.jit(jax.grad(loss, (0, 1), has_aux=True, allow_int=True))
