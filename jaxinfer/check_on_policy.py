@@ -20,11 +20,16 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.on_policy import GivenTokens, ServedPrograms, applied_logprobs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LOADING_ERRORS
+from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.merge import declared
+from jaxinfer.lora.parts import random_adapter
 from jaxinfer.models.model import Model
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.quant.banks import lora_targets
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
 AT_ONCE = 16  # sequences of a call
+_NAME = "check-on-policy"  # of the adapter
 _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -56,15 +61,18 @@ class Report:
         exact: of `Model.logprobs`; None: refused.
         applied: of `Model.apply`.
         refused: why by what: requests whose log-probabilities `Model.logprobs` does not reproduce.
+        adapted: of `Model.logprobs` for requests with an adapter, which the others exclude; None: there are none.
     """
 
     exact: Difference | None
     applied: Difference
     refused: dict[str, str]
+    adapted: Difference | None = None
 
     @property
     def passed(self) -> bool:
-        return self.exact is not None and self.exact.largest == 0
+        found = [each.largest for each in (self.exact, self.adapted) if each is not None]
+        return self.exact is not None and max(found) == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +90,8 @@ class Sequences:
         pairs = [(output.prompt_token_ids, sample) for output in outputs for sample in output.outputs]
         prompts = np.array([len(prompt) for prompt, _ in pairs], np.int32)
         lengths = prompts + np.array([len(sample.token_ids) for _, sample in pairs], np.int32)
-        tokens = np.zeros((len(pairs), lengths.max()), np.int32)
-        served = np.zeros((len(pairs), lengths.max() - 1), np.float32)
+        longest = lengths.max(initial=1)
+        tokens, served = np.zeros((len(pairs), longest), np.int32), np.zeros((len(pairs), longest - 1), np.float32)
         for row, (prompt, sample) in enumerate(pairs):
             assert sample.logprobs is not None
             chosen = [of[token].logprob for token, of in zip(sample.token_ids, sample.logprobs, strict=True)]
@@ -115,31 +123,58 @@ class Sequences:
 
 
 def check(llm: LLM, sequences: int, max_tokens: int, seed: int = 0) -> Report:
-    """Generate about ``sequences`` sequences, and compare their log-probabilities.
+    """Generate about ``sequences`` sequences, and compare their log-probabilities. If the engine serves adapters, every
+    other request has one, with random arrays.
 
     Args:
         max_tokens: tokens that each sequence generates.
     """
-    generated = Sequences.of(llm.generate(*requests(llm, sequences, max_tokens, seed), progress=False))
-    programs, model = llm.served_programs(), llm.model
+    programs, model, adapter = llm.served_programs(), llm.model, _adapter_of(llm, seed)
+    plain, adapted = _generated(llm, *requests(llm, sequences, max_tokens, seed), adapter)
     applied = jax.jit(lambda params, *given: applied_logprobs(model, params, GivenTokens(*given)))
-    refused, exact = dict(programs.exceptions), None
+    refused, exact, of_adapted = dict(programs.exceptions), None, None
     if (why := programs.refusal()) is not None:
         refused = {"all requests": why, **refused}
     else:
-        exact = generated.difference(_training_step(model, programs))
-    return Report(exact, generated.difference(lambda *given: applied(model.params, *given)), refused)
+        exact = plain.difference(_training_step(model, programs, None))
+        of_adapted = None if adapter is None else adapted.difference(_training_step(model, programs, adapter))
+    return Report(exact, plain.difference(lambda *given: applied(model.params, *given)), refused, of_adapted)
 
 
-def _training_step(model: Model, programs: ServedPrograms) -> Callable[..., Array]:
+def _adapter_of(llm: LLM, seed: int) -> Adapter | None:
+    """Return a random adapter of all weights that the engine has banks for, of half the largest rank; None: there are
+    no banks."""
+    engine, specs = llm.engine.config, declared(llm.model)
+    if not engine.lora_slots:
+        return None
+    rank = max(1, engine.max_lora_rank // 2)
+    return random_adapter(lora_targets(specs, specs, rank, engine.lora_target_modules), seed)
+
+
+def _generated(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], adapter: Adapter | None
+) -> tuple[Sequences, Sequences]:
+    """Run requests in one batch; return the sequences without the adapter, and those with it."""
+    if adapter is None:
+        return Sequences.of(llm.generate(prompts, params, progress=False)), Sequences.of([])
+    llm.load_lora(_NAME, adapter)
+    names = [None if number % 2 else _NAME for number in range(len(prompts))]
+    outputs = llm.generate(prompts, params, lora=names, progress=False)
+    llm.unload_lora(_NAME)
+    return Sequences.of(outputs[1::2]), Sequences.of(outputs[::2])
+
+
+def _training_step(model: Model, programs: ServedPrograms, adapter: Adapter | None) -> Callable[..., Array]:
     """Return `Model.logprobs` as a trainer runs it: compiled with a loss and its gradient."""
 
-    def loss(params: Any, tokens: Array, prompt_lengths: Array, lengths: Array) -> tuple[Array, Array]:
-        found = model.logprobs(params, tokens, like=programs, prompt_lengths=prompt_lengths, lengths=lengths)
+    def loss(
+        params: Any, lora: Adapter | None, tokens: Array, prompt_lengths: Array, lengths: Array
+    ) -> tuple[Array, Array]:
+        found = model.logprobs(params, tokens, like=programs, prompt_lengths=prompt_lengths, lengths=lengths, lora=lora)
         return found.mean(), found
 
-    step = jax.jit(jax.grad(loss, has_aux=True, allow_int=True))
-    return lambda *given: step(model.params, *map(jnp.asarray, given))[1]
+    step = jax.jit(jax.grad(loss, (0, 1), has_aux=True, allow_int=True))
+    return lambda *given: step(model.params, adapter, *map(jnp.asarray, given))[1]
 
 
 def requests(llm: LLM, sequences: int, max_tokens: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -188,7 +223,8 @@ def run(args: argparse.Namespace) -> int:
 def lines(report: Report) -> Iterator[str]:
     """Yield a report as text."""
     yield f"{'':16} {'tokens':>8} {'largest difference':>20} {'k3 KL':>12}"
-    for name, found in (("Model.logprobs", report.exact), ("Model.apply", report.applied)):
+    rows = (("Model.logprobs", report.exact), ("with an adapter", report.adapted), ("Model.apply", report.applied))
+    for name, found in rows:
         if found is not None:
             yield f"{name:16} {found.tokens:8} {found.largest:20.3g} {found.kl:12.3g}"
     for what, why in report.refused.items():

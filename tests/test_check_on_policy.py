@@ -50,6 +50,19 @@ def test_differences_are_those_of_generated_tokens():
 def test_a_difference_is_no_pass():
     same, other = Difference(3, 0.0, 0.0), Difference(3, 1e-7, 1e-15)
     assert [Report(exact, other, {}).passed for exact in (same, other, None)] == [True, False, False]
+    assert [Report(same, other, {}, adapted).passed for adapted in (same, other)] == [True, False]
+
+
+def test_requests_with_an_adapter_have_a_difference_of_their_own():
+    settings = {**SETTINGS, "max_num_seqs": 2, "prefill_sizes": (32,), "max_loras": 1, "max_lora_rank": 4}
+    llm = LLM(random_model(), **settings, enable_lora=True)
+    report = check(llm, sequences=8, max_tokens=4)
+    assert report.exact is not None
+    assert report.adapted == Difference(tokens=report.adapted.tokens, largest=0, kl=0)
+    assert report.adapted.tokens + report.exact.tokens >= 8 * 4
+    assert min(report.adapted.tokens, report.exact.tokens) > 0
+    assert sum("with an adapter" in line for line in lines(report)) == 1
+    assert llm.list_loras() == []
 
 
 def test_prompts_share_prefixes_and_samples_are_as_many_as_asked():

@@ -32,6 +32,12 @@ class Delta:
     magnitude: Any = None
     bias: Any = None
 
+    @property
+    def rank(self) -> int:
+        """The rank; 0 if ``a`` is no matrix."""
+        rank: int = (0, 0, *np.shape(self.a))[-2]
+        return rank
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
@@ -57,5 +63,5 @@ class Adapter:
             for name, array in arrays.items():
                 digest.update(f"{'/'.join(path)} {name} {array.shape}".encode() + array.tobytes())
             deltas[path] = Delta(**arrays)
-        rank = max((delta.a.shape[-2] for delta in deltas.values()), default=0)
+        rank = max((delta.rank for delta in deltas.values()), default=0)
         return Adapter(digest.hexdigest(), rank, deltas)

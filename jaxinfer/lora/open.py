@@ -28,8 +28,7 @@ def open_store(model: Model, config: EngineConfig) -> LoRAStore:
             adapter = source.on_host()
         else:
             adapter = read_adapter(pathlib.Path(source), specs, max_rank=config.max_lora_rank, base=base, tower=tower)
-        _require_banks(adapter, specs, targets)
-        require_fit(adapter, targets)
+        require_banks(adapter, specs, targets)
         return adapter
 
     return LoRAStore(read, lambda adapter: parts(adapter, targets), config.host_loras)
@@ -48,8 +47,15 @@ def _modules(specs: ParamTree, config: EngineConfig) -> Collection[str]:
     return config.lora_target_modules
 
 
-def _require_banks(adapter: Adapter, specs: ParamTree, targets: Mapping[Path, LoRATarget]) -> None:
+def require_banks(adapter: Adapter, specs: ParamTree, targets: Mapping[Path, LoRATarget]) -> None:
+    """Raise ValueError if the banks of an engine have no room for an adapter.
+
+    Args:
+        specs: parameters as the family declares them.
+        targets: weights that have banks (`lora_targets`).
+    """
     for path in adapter.deltas:
-        if path not in targets:
-            names = " or ".join(sorted(module_names(path, spec_at(specs, path))))
+        if path not in targets and (spec := spec_at(specs, path)) is not None:
+            names = " or ".join(sorted(module_names(path, spec)))
             raise AdapterError(f"the adapter changes {'.'.join(path)}: lora_target_modules does not name {names}")
+    require_fit(adapter, targets)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.merge import declared
+from jaxinfer.lora.parts import parts
 from jaxinfer.models.model import Model
 from jaxinfer.quant.banks import lora_targets
 from jaxinfer.types import LoRATarget
@@ -41,6 +44,12 @@ def init_adapter(model: Model, rank: int, key: jax.Array, names: Collection[str]
     keys = jax.random.split(key, len(chosen))
     deltas = {path: _initial(target, rank, one) for (path, target), one in zip(chosen.items(), keys, strict=True)}
     return Adapter("", rank, deltas)
+
+
+def traced_parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> dict[str, Float32[Array, "..."]]:
+    """Return all arrays of a bank slot, see `parts`, for an adapter of JAX arrays or tracers."""
+    whole = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), adapter)
+    return {name: array for part in parts(whole, targets, jnp) for name, array in part.items()}
 
 
 def _targets(model: Model) -> dict[Path, LoRATarget]:

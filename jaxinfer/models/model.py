@@ -207,6 +207,7 @@ class Model:
         like: Serving,
         prompt_lengths: Int[Any, " batch"] | None = None,
         lengths: Int[Any, " batch"] | None = None,
+        lora: LowRank | None = None,
     ) -> Float[Array, "batch positions"]:
         """Compute the log probability (float32) of each generated token in the bits that an engine serves, with the
         gradient of `apply`; 0 at prompts and padding. Pure: jit and grad go through it (docs/rl.md).
@@ -217,12 +218,13 @@ class Model:
             like: the engine: an `LLM`, or its `served_programs()`, which may be a static argument of `jax.jit`.
             prompt_lengths: tokens that the engine was given, at least 1 (None: 1 in each sequence).
             lengths: tokens without padding (None: all).
+            lora: the adapter of the requests, as `LLM.load_lora` takes it: differentiable, too. None: they had none.
 
         Raises:
-            RequestError: the engine's results cannot be reproduced; says why.
+            RequestError: the engine's results cannot be reproduced, or it could not serve the adapter; says why.
             ValueError: shapes do not fit, or the engine serves another model, or parameters of another form.
         """
-        logprobs: Array = like.served_programs().logprobs(self, params, tokens, prompt_lengths, lengths)
+        logprobs: Array = like.served_programs().logprobs(self, params, tokens, prompt_lengths, lengths, lora)
         return logprobs
 
     def with_cache(self, kv_cache_dtype: str) -> Model:

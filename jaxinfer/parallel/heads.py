@@ -110,13 +110,12 @@ def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
     return numbers.concatenate([queries.reshape(form), numbers.repeat(rest, copies, axis=heads)], axis=members)
 
 
-def as_copied(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
-    """Expand a host array without copies of heads to as many copies as ``spec`` has."""
+def as_copied(value: Any, spec: ParamSpec) -> Any:
+    """Expand an array without copies of heads to as many copies as ``spec`` has."""
     if _KV not in spec.axes:
         return value
     heads, _ = _dimensions(spec)
-    found: np.ndarray = copied(value, spec, spec.shape[heads] // value.shape[heads])
-    return found
+    return copied(value, spec, spec.shape[heads] // value.shape[heads])
 
 
 def without_copies(value: np.ndarray, spec: ParamSpec) -> np.ndarray:

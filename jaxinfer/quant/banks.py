@@ -80,11 +80,10 @@ def _adaptable(specs: ParamTree) -> Iterator[tuple[Path, Any]]:
         yield HEAD, table
 
 
-def spec_at(declared: ParamTree, path: Path) -> ParamSpec:
-    """Return the declared spec of a weight that an adapter changes."""
+def spec_at(declared: ParamTree, path: Path) -> ParamSpec | None:
+    """Return the declared spec of a weight that adapters can change; None: there is no such weight."""
     spec = _at(declared, weight_path(declared, path))
-    assert isinstance(spec, ParamSpec)
-    return spec
+    return spec if isinstance(spec, ParamSpec) and spec.inputs is not None else None
 
 
 def weight_path(tree: Any, path: Path) -> Path:
@@ -190,10 +189,10 @@ def replaced(tree: Any, path: Path, node: Any) -> Any:
 
 
 def write(
-    banks: Mapping[str, Float[Array, "slots *shape"]],
+    banks: Mapping[str, Float[Array, "slots ..."]],
     slot: Int[Array, ""],
-    arrays: Mapping[str, Float[Array, "*shape"]],
-) -> dict[str, Float[Array, "slots *shape"]]:
+    arrays: Mapping[str, Float[Array, "..."]],
+) -> dict[str, Float[Array, "slots ..."]]:
     """Return the banks of one part with an adapter written to a slot."""
     return {
         name: lax.dynamic_update_index_in_dim(bank, arrays[name].astype(bank.dtype), slot, 0)
@@ -215,11 +214,11 @@ def writing_over_ranks(arguments: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _write_of_rank(
-    banks: Mapping[str, Float[Array, "slots *shape"]],
+    banks: Mapping[str, Float[Array, "slots ..."]],
     slot: Int[Array, ""],
-    arrays: Mapping[str, Float[Array, "*shape"]],
+    arrays: Mapping[str, Float[Array, "..."]],
     own: Collection[str],
-) -> dict[str, Float[Array, "slots *shape"]]:
+) -> dict[str, Float[Array, "slots ..."]]:
     """Write one rank's shard; ``own``: the banks of which this rank holds only its own slots."""
     written = {}
     for name, bank in banks.items():

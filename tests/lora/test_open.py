@@ -1,11 +1,14 @@
 """The modules for which an engine has banks, and the adapters that it rejects otherwise."""
 
 import pathlib
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.open import open_store
 from jaxinfer.lora.store import LoRAError, LoRAStore
 from tests.lora.goldens import GOLDENS, golden, load_base
@@ -59,3 +62,10 @@ def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(tmp_pat
         EngineConfigError, match=r"lora_target_modules = 'wte' .* has all-linear, down_proj, embed_tokens"
     ):
         store("llama-qv", tmp_path, "q_proj", "wte")
+
+
+def test_arrays_of_no_weight_of_the_model_are_refused(tmp_path: pathlib.Path):
+    delta = Delta(np.ones((1, 2), np.float32), np.ones((2, 1), np.float32))
+    for path in (("layers_9", "mlp", "up"), ("layers_0", "attention_norm", "scale")):
+        with pytest.raises(LoRAError, match=re.escape(".".join(path))):
+            store("llama-qv", tmp_path, "q_proj").load("it", Adapter("", 1, {path: delta}))

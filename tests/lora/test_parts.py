@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.lora.adapter import Adapter, Delta
-from jaxinfer.lora.parts import parts, random_parts
+from jaxinfer.lora.parts import parts, random_adapter, random_parts
 from jaxinfer.types import LoRATarget
 
 TARGETS = {
@@ -49,6 +49,7 @@ def test_experts_are_padded_one_by_one():
         (("head", "table"), Delta(numbers(1, 6), numbers(9, 1)), r"head\.table: there is no bank"),
         (UP, Delta(numbers(5, 6), numbers(5, 5)), r"layers_2\.mlp\.up has an adapter of rank 5, .* room for 4"),
         (UP, Delta(numbers(2, 7), numbers(5, 2)), r"up: a of the adapter is \(2, 7\) and must be \(2, 6\)"),
+        (UP, Delta(numbers(6), numbers(5, 2)), r"up: a of the adapter is \(6,\)"),
         (UP, Delta(numbers(2, 6), numbers(4, 2)), r"up: b of the adapter is \(4, 2\) and must be \(5, 2\)"),
         (UP, Delta(numbers(2, 6), numbers(5, 2), bias=numbers(1)), r"up: bias of the adapter is \(1,\)"),
     ],
@@ -66,3 +67,12 @@ def test_random_parts_have_the_form_of_an_adapters():
         assert all(abs(array - name.endswith("magnitude")).max() < 0.5 for name, array in made.items())
     assert all((drawn[0][name] == again[0][name]).all() for name in drawn[0])
     assert all((drawn[0][name] != other[0][name]).any() for name in drawn[0])
+
+
+def test_a_random_adapter_covers_every_target():
+    adapter, other = random_adapter(TARGETS, 1), random_adapter(TARGETS, 2)
+    assert (adapter.rank, list(adapter.deltas)) == (4, sorted(TARGETS))
+    assert adapter.identity != other.identity
+    for known, made in zip(random_parts(TARGETS, 1), parts(adapter, TARGETS), strict=True):
+        assert known.keys() == made.keys()
+        assert all((known[name] == made[name]).all() for name in known)

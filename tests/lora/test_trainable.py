@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.lora.adapter import Adapter
-from jaxinfer.lora.trainable import init_adapter
+from jaxinfer.lora.merge import declared
+from jaxinfer.lora.parts import parts
+from jaxinfer.lora.trainable import init_adapter, traced_parts
 from jaxinfer.models.model import Model
+from jaxinfer.quant.banks import lora_targets
 from tests.lora.goldens import GOLDENS, golden, load_base, read
 
 
@@ -49,6 +52,16 @@ def test_names_choose_parameters_and_experts_are_left_out(tmp_path_factory: pyte
 def test_bad_choices_are_named(rank: int, options: Mapping[str, Any], named: str, model: Model):
     with pytest.raises(ValueError, match=named):
         init_adapter(model, rank, jax.random.key(0), **options)
+
+
+def test_traced_parts_are_those_of_the_host(model: Model):
+    targets = lora_targets(declared(model), declared(model), 4)
+    adapter = read(GOLDENS / "llama-dora", model)
+    traced = jax.jit(lambda adapter: traced_parts(adapter, targets))(adapter)
+    known = {name: array for part in parts(adapter, targets) for name, array in part.items()}
+    assert traced.keys() == known.keys()
+    for name, array in known.items():
+        np.testing.assert_array_equal(traced[name], array)
 
 
 def test_gradients_are_those_of_small_changes(model: Model):

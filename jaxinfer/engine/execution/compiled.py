@@ -32,14 +32,14 @@ from jaxinfer.engine.execution.step import (
     make_prefill,
     make_prefill_logprobs,
     unpack,
+    with_adapters,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
 from jaxinfer.parallel.arrays import placed_like
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
-from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
-from jaxinfer.quant.lora_weight import rows_of
+from jaxinfer.quant.banks import Banked, without_banks, write, writing_over_ranks
 from jaxinfer.sampling import admit, keep_slot, resume_slot
 from jaxinfer.sampling.training import WIDTH as ASKS
 
@@ -283,20 +283,13 @@ class _Work:
 
     def _with_adapters(self, job: _Job) -> _Job:
         """Return the job with `Banked` as first argument, and with the adapter slot of each row in its batch."""
-        place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage, self.engine)
+        place, targets = job.batch, targets_of(self.stage, self.engine)
         assert place is not None
-        batch = job.arguments[place]
-        chunked = isinstance(batch, PrefillBatch)
-
-        @functools.wraps(job.function)
-        def function(banked: Banked, *operands: Any) -> Any:
-            given = operands[place - 1]
-            loras = jnp.repeat(given.loras, given.tokens.shape[1]) if chunked else given.loras
-            adapted = with_banks(banked.params, banked.banks, rows_of(loras, slots, runs=chunked), targets)
-            return job.function(adapted, *operands)
-
+        function = with_adapters(job.function, place, self.engine.lora_slots, targets)
         function.__name__ += ADAPTED
-        loras = self._ints((batch.lengths if chunked else batch.positions).shape[0])
+        batch = job.arguments[place]
+        rows = batch.lengths if isinstance(batch, PrefillBatch) else batch.positions
+        loras = self._ints(rows.shape[0])
         arguments = list(job.arguments)
         arguments[0], arguments[place] = Banked(arguments[0], self.arrays.banks), batch._replace(loras=loras)
         return job._replace(function=function, arguments=tuple(arguments))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,18 +21,30 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch, as_text
 from jaxinfer.engine.execution.encoder import abstract_cache, text_part
-from jaxinfer.engine.execution.placement import abstract_params, abstract_pools, targets_of
+from jaxinfer.engine.execution.placement import (
+    abstract_banks,
+    abstract_params,
+    abstract_pools,
+    of_bank,
+    targets_of,
+    with_copied_heads,
+)
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut
-from jaxinfer.engine.execution.step import make_decode_logprobs, make_prefill
+from jaxinfer.engine.execution.step import make_decode_logprobs, make_pass_programs, make_prefill, with_adapters
 from jaxinfer.engine.scheduling.buckets import next_chunk
 from jaxinfer.kv.pool import Pool
+from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.merge import declared
+from jaxinfer.lora.open import require_banks
+from jaxinfer.lora.trainable import traced_parts
 from jaxinfer.models.model import Model, require_ids
-from jaxinfer.parallel.mesh import replicated, traced_for
+from jaxinfer.parallel.heads import kv_copies
+from jaxinfer.parallel.mesh import replicated, stages, traced_for
 from jaxinfer.quant import Unquantized
-from jaxinfer.quant.banks import without_banks
+from jaxinfer.quant.banks import Banked, Banks, lora_targets, slot_specs, without_banks, write
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import NO_STATE, STATE, ParamSpec
+from jaxinfer.types import NO_STATE, STATE, LoRATarget, ParamSpec
 
 Lengths = Int[Any, " batch"] | None
 
@@ -43,19 +55,23 @@ class ServedPrograms:
     engines with equal models and settings.
 
     Attributes:
-        stage: the model as it is served, its parameters abstract.
+        stages: the model as it is served, its parameters abstract.
         engine: resolved settings.
         classes: prefill sizes, each with the number of its class (`Calibration.size_classes`).
-        mesh: the devices of the engine.
+        mesh: the devices of the first stage, on which all are computed.
     """
 
-    stage: Stage
+    stages: tuple[Stage, ...]
     engine: ResolvedEngine
     classes: tuple[tuple[int, int], ...]
     mesh: Mesh
 
     def __repr__(self) -> str:
-        return f"<ServedPrograms of {self.stage.model.name or 'a model'}: decode rows {self.rows}, chunks {self.sizes}>"
+        return f"<ServedPrograms of {self.name}: decode rows {self.rows}, chunks {self.sizes}>"
+
+    @property
+    def name(self) -> str:
+        return type(self.stages[0].model.module).__name__
 
     @property
     def rows(self) -> int:
@@ -71,11 +87,9 @@ class ServedPrograms:
 
     def refusal(self) -> str | None:
         """Return why `logprobs` would not have the bits that the engine serves, in one sentence; None: it has."""
-        engine, spec = self.engine, self.stage.model.cache_spec
+        engine, spec = self.engine, self.stages[0].model.cache_spec
         if engine.exactness != "exact":
             return f"exactness = {engine.exactness}: a token may then be computed by any of several programs"
-        if engine.pipeline_parallel_size > 1:
-            return f"pipeline_parallel_size = {engine.pipeline_parallel_size}: no single program has all layers"
         if engine.enable_dp_attention:
             return "enable_dp_attention = True: the programs are those of all ranks together"
         if spec.stateful and engine.speculative is not None:
@@ -90,8 +104,6 @@ class ServedPrograms:
             found["requests with prompt_logprobs"] = "their prompts run in chunks of the largest size alone"
         if self.engine.images is not None:
             found["requests with images"] = "tokens are all that is compared"
-        if self.engine.lora_slots:
-            found["requests with adapters"] = "their rows take adapters from banks, which a trainer does not have"
         return found
 
     def logprobs(
@@ -101,6 +113,7 @@ class ServedPrograms:
         tokens: Int[Array, "*batch time"],
         prompt_lengths: Lengths = None,
         lengths: Lengths = None,
+        lora: Adapter | None = None,
     ) -> Float32[Array, "batch positions"]:
         """Implement `Model.logprobs`."""
         if (why := self.refusal()) is not None:
@@ -108,11 +121,12 @@ class ServedPrograms:
         if jax.sharding.get_abstract_mesh().manual_axes:
             raise RequestError("like", "cannot be reproduced in a shard_map: shard the arrays that jax.jit takes")
         self._require_same(model, params, tokens)
+        lora = None if lora is None else self._accepted(lora)
         batch, time = tokens.shape
         begins = jnp.clip(jnp.asarray(1 if prompt_lengths is None else prompt_lengths, jnp.int32), 1, time)
         ends = jnp.clip(jnp.asarray(time if lengths is None else lengths, jnp.int32), 1, time)
         sequences = GivenTokens(tokens, jnp.broadcast_to(begins, batch), jnp.broadcast_to(ends, batch))
-        return _with_gradient(self, model)(params, sequences)
+        return _with_gradient(self, model)(params, lora, sequences)
 
     def _require_same(self, model: Model, params: Any, tokens: Any) -> None:
         """Raise an error unless the model is the served one and the tokens fit its context."""
@@ -122,29 +136,68 @@ class ServedPrograms:
                 f"tokens is {tokens.shape}, and must be [batch, time], with 2 to {self.engine.max_model_len} tokens "
                 f"(max_model_len of the engine)"
             )
-        served = self.stage.model
+        served = self.stages[0].model
         edits = [getattr(each.module, "overrides", ()) for each in (model, served)]
         if (type(model.module), model.config) != (type(served.module), served.config) or edits[0] != edits[1]:
-            raise ValueError(f"like: the engine serves another model, {served.name or type(served.module).__name__}")
+            raise ValueError(f"like: the engine serves another model, {self.name}")
         jax.eval_shape(functools.partial(self.placed, model), params)
 
-    def placed(self, model: Model, params: Any) -> Any:
-        """Return parameters of a model in the layout of the engine.
+    def _accepted(self, lora: Adapter) -> Adapter:
+        """Return the arrays of an adapter alone, as one program serves all; an error if the engine could not serve
+        it."""
+        if not self.engine.lora_slots:
+            raise RequestError("lora", "is not served by this engine: it needs enable_lora")
+        if not isinstance(lora, Adapter):
+            raise RequestError("lora", f": a {type(lora).__name__} is no jaxinfer.lora.adapter.Adapter")
+        try:
+            require_banks(lora, declared(self.stages[0].model), self._targets)
+        except ValueError as error:
+            raise RequestError("lora", f": {error}") from error
+        for path, leaf in jax.tree_util.tree_leaves_with_path(lora):
+            if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
+                raise RequestError("lora", f": {jax.tree_util.keystr(path)} is {dtype}, and must be floating point")
+        return Adapter("", 0, lora.deltas)
+
+    @property
+    def _targets(self) -> dict[tuple[str, ...], LoRATarget]:
+        """Weights that adapters may change, in the shapes of adapters (without replicated heads)."""
+        specs, engine = declared(self.stages[0].model), self.engine
+        return lora_targets(specs, specs, engine.max_lora_rank, engine.lora_target_modules)
+
+    def placed(self, model: Model, params: Any) -> list[Any]:
+        """Return parameters of a model in the layout of the engine, for each stage.
 
         Raises:
             ValueError: one is missing, or has another shape or dtype than that of the engine: names the first.
         """
-        served = self.stage.model
-        return _placed((), text_part(served.specs), model.specs, params, served.params)
+        given = model.replace(params=params)
+        given = with_copied_heads(given, self.mesh) if kv_copies(model.cache_spec, self.mesh.shape) > 1 else given
+        every = (stage.model for stage in self.stages)
+        return [_placed((), text_part(served.specs), given.specs, given.params, served.params) for served in every]
 
-    def spread(self, params: Any) -> Any:
-        """Shard parameters over the devices of the engine, if it has several."""
-        return self._constrained(params, jax.tree.map(lambda x: x.sharding, self.stage.model.params))
+    def spread(self, params: Sequence[Any]) -> list[Any]:
+        """Shard parameters of each stage over the devices of the engine, if it has several."""
+        return [
+            self._constrained(own, jax.tree.map(lambda x: x.sharding, stage.model.params))
+            for own, stage in zip(params, self.stages, strict=True)
+        ]
 
-    def new_pools(self, pages: int, states: int) -> list[Pool]:
-        """Make zeroed pools, sharded as those of the engine."""
+    def banks(self, lora: Adapter) -> list[Banks]:
+        """Make the adapter banks of each stage, with an adapter in the first slot."""
+        arrays = traced_parts(lora, self._targets)
+        return [self._banks(stage, arrays) for stage in self.stages]
+
+    def _banks(self, stage: Stage, arrays: Mapping[str, Array]) -> Banks:
+        specs, abstract = slot_specs(targets_of(stage, self.engine)), abstract_banks(stage, self.engine, self.mesh)
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        made = {part: write(empty[part], jnp.int32(0), of_bank(part, arrays, own)) for part, own in specs.items()}
+        banks: Banks = self._constrained(made, jax.tree.map(lambda x: x.sharding, abstract))
+        return banks
+
+    def new_pools(self, pages: int, states: int) -> list[list[Pool]]:
+        """Make zeroed pools of each stage, sharded as those of the engine."""
         sized = dataclasses.replace(self.engine, num_pages=pages, num_states=states)
-        made = abstract_pools(self.stage.model, sized, self.mesh)
+        made = [abstract_pools(stage.model, sized, self.mesh) for stage in self.stages]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
         return list(self._constrained(zeros, jax.tree.map(lambda x: x.sharding, made)))
 
@@ -153,16 +206,20 @@ class ServedPrograms:
 
 
 def served_programs(prepared: Prepared, classes: Mapping[int, int], mesh: Mesh) -> ServedPrograms:
-    """Return the programs of an engine, those of the last pipeline stage if it has several.
+    """Return the programs of an engine.
 
     Args:
         classes: see `Calibration.size_classes`.
     """
     model, engine, _ = prepared
-    stage = cut(model, engine.pipeline_parallel_size)[-1]
-    abstract = stage.described_by(text_part(abstract_params(stage.model, mesh)))
-    whole = dataclasses.replace(abstract, features=0, prompts=False)  # no draft head reads what these compute
-    return ServedPrograms(whole, engine, tuple(sorted(classes.items())), mesh)
+    first, *_ = stages(mesh)
+
+    def described(stage: Stage) -> Stage:
+        abstract = stage.described_by(text_part(abstract_params(stage.model, first)))
+        return dataclasses.replace(abstract, features=0, prompts=False)  # no draft head reads what these compute
+
+    cuts = cut(model, engine.pipeline_parallel_size)
+    return ServedPrograms(tuple(map(described, cuts)), engine, tuple(sorted(classes.items())), first)
 
 
 class GivenTokens(NamedTuple):
@@ -179,23 +236,28 @@ class GivenTokens(NamedTuple):
         return (at >= self.begins[:, None] - 1) & (at < self.ends[:, None] - 1)
 
 
-def applied_logprobs(model: Model, params: Any, sequences: GivenTokens) -> Float32[Array, "batch positions"]:
+def applied_logprobs(
+    model: Model, params: Any, sequences: GivenTokens, lora: Adapter | None = None
+) -> Float32[Array, "batch positions"]:
     """Compute log probabilities as `ServedPrograms.logprobs` does, by `Model.apply`."""
-    logits = jax.nn.log_softmax(model.apply(params, sequences.tokens)[:, :-1].astype(jnp.float32))
+    given = model.replace(params=params)
+    applied = given if lora is None else given.with_lora(lora)
+    logits = jax.nn.log_softmax(applied(sequences.tokens)[:, :-1].astype(jnp.float32))
     chosen = jnp.take_along_axis(logits, sequences.tokens[:, 1:, None], axis=2, mode="clip")[..., 0]
     return jnp.where(sequences.generated, chosen, 0)
 
 
-def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, GivenTokens], Array]:
-    """Return a function of parameters with the value of the programs and the gradient of `Model.apply`."""
+def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, Adapter | None, GivenTokens], Array]:
+    """Return a function of parameters and an adapter, with the value of the programs and the gradient of
+    `Model.apply`."""
     served, bare = jax.custom_vjp(functools.partial(_computed, programs, model.replace(params=()))), model
 
-    def forward(params: Any, sequences: GivenTokens) -> Any:
-        return served(params, sequences), (params, sequences)
+    def forward(params: Any, lora: Adapter | None, sequences: GivenTokens) -> Any:
+        return served(params, lora, sequences), (params, lora, sequences)
 
     def backward(kept: Any, cotangent: Any) -> Any:
-        params, sequences = kept
-        _, pull = jax.vjp(lambda params: applied_logprobs(bare, params, sequences), params)
+        params, lora, sequences = kept
+        _, pull = jax.vjp(lambda params, lora: applied_logprobs(bare, params, sequences, lora), params, lora)
         return (*pull(cotangent), None)
 
     served.defvjp(forward, backward)
@@ -204,7 +266,7 @@ def _with_gradient(programs: ServedPrograms, model: Model) -> Callable[[Any, Giv
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _computed(
-    programs: ServedPrograms, model: Model, params: Any, sequences: GivenTokens
+    programs: ServedPrograms, model: Model, params: Any, lora: Adapter | None, sequences: GivenTokens
 ) -> Float32[Array, "batch positions"]:
     """Compute prompts chunk by chunk, then generated tokens in steps, into pages of their own.
 
@@ -213,22 +275,28 @@ def _computed(
     """
     outside = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))  # a trainer's mesh may have another size
     with outside, traced_for(programs.mesh):
-        params, work = programs.spread(programs.placed(model, params)), _Work(programs, sequences)
-        pools = work.prompts(params, work.pools())
-        return work.steps(params, pools)
+        weights, work = programs.spread(programs.placed(model, params)), _Work(programs, sequences, lora is not None)
+        if lora is not None:
+            weights = [Banked(*each) for each in zip(weights, programs.banks(lora), strict=True)]
+        pools = work.prompts(weights, work.pools())
+        return work.steps(weights, pools)
 
 
 class _Work:
-    """Chunks and decode steps of a batch of sequences."""
+    """Chunks and decode steps of a batch of sequences, in all stages.
 
-    def __init__(self, programs: ServedPrograms, sequences: GivenTokens) -> None:
-        self._programs, self._sequences, self._stage = programs, sequences, programs.stage
-        self._spec, self._page = self._stage.model.cache_spec, programs.engine.page_size
+    Args:
+        adapted: whether the sequences have an adapter, which is in the first slot of banks.
+    """
+
+    def __init__(self, programs: ServedPrograms, sequences: GivenTokens, adapted: bool) -> None:
+        self._programs, self._sequences, self._adapted = programs, sequences, adapted
+        self._spec, self._page = programs.stages[0].model.cache_spec, programs.engine.page_size
         self._batch, time = sequences.tokens.shape
         self._fed = time - 1  # the last token is not fed
         self._pages = -(-self._fed // self._page)
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[list[Pool]]:
         return self._programs.new_pools(self._batch * self._pages, self._batch)
 
     def _tables(
@@ -242,27 +310,28 @@ class _Work:
         states = jnp.where((index == last) | (index * self._page < starts[:, None]), of[:, None], NO_STATE)
         return jnp.stack([states if window == STATE else pages for window in self._spec.windows]).astype(jnp.int32)
 
-    def prompts(self, params: Any, pools: list[Pool]) -> list[Pool]:
+    def prompts(self, weights: Sequence[Any], pools: list[list[Pool]]) -> list[list[Pool]]:
         """Run the chunks of all prompts: each begins at a multiple of the largest size, and the last ends one token
         early."""
         engine, (*_, largest) = self._programs.engine, self._programs.sizes
-        cache = abstract_cache(self._stage.model, engine, replicated(self._programs.mesh))
+        cache = abstract_cache(self._programs.stages[0].model, engine, replicated(self._programs.mesh))
         images = None if cache is None else jnp.zeros(cache.shape, cache.dtype)
         firsts, ends = jnp.arange(0, self._fed, largest), self._sequences.begins - 1
         places, count = _compacted(firsts < ends[:, None])
         tokens = jnp.pad(self._sequences.tokens, ((0, 0), (0, largest)))
         sizes = jnp.asarray(self._chosen_sizes())
 
-        def run(index: Array, pools: list[Pool]) -> list[Pool]:
+        def run(index: Array, pools: list[list[Pool]]) -> list[list[Pool]]:
             of, start = places[index] // len(firsts), places[index] % len(firsts) * largest
             length = jnp.minimum(ends[of] - start, largest)
             tables = self._tables(of[None], start[None], length[None])
 
-            def chunk(size: int, pools: list[Pool]) -> list[Pool]:
+            def chunk(size: int, pools: list[list[Pool]]) -> list[list[Pool]]:
                 own = lax.dynamic_slice(tokens, (of, start), (1, size))
-                batch = PrefillBatch(own, start[None], length[None], tables)
-                filled: list[Pool] = self._prefill(params, pools, as_text(batch, engine), images)
-                return filled
+                loras = jnp.zeros(1, jnp.int32) if self._adapted else None
+                batch = as_text(PrefillBatch(own, start[None], length[None], tables, loras=loras), engine)
+                filled, arriving = self._passed(self._prefill, weights, pools, batch, images)
+                return [*filled, self._prefill[-1](weights[-1], pools[-1], batch, arriving)]
 
             each = [functools.partial(chunk, size) for size in self._programs.sizes]
             return lax.switch(sizes[length], each, pools)
@@ -275,19 +344,22 @@ class _Work:
         chunks = (next_chunk(0, length, sizes, classes) for length in range(1, sizes[-1] + 1))
         return np.array([0, *(sizes.index(chunk.size) for chunk in chunks)], np.int32)
 
-    def steps(self, params: Any, pools: list[Pool]) -> Float32[Array, "batch positions"]:
+    def steps(self, weights: Sequence[Any], pools: list[list[Pool]]) -> Float32[Array, "batch positions"]:
         """Run the positions of all generated tokens as rows of decode steps."""
         tokens, (places, count) = self._sequences.tokens, self._planned()
         none, images = jnp.zeros(self._programs.rows, jnp.int32), self._programs.engine.images
         axes = images is not None and images.axes
 
-        def run(step: Array, carry: tuple[list[Pool], Array]) -> tuple[list[Pool], Array]:
+        def run(step: Array, carry: tuple[list[list[Pool]], Array]) -> tuple[list[list[Pool]], Array]:
             (pools, found), own = carry, places[step]
             of, at = jnp.maximum(own, 0) // self._fed, jnp.maximum(own, 0) % self._fed
             tables = self._tables(of, at, jnp.ones_like(at))
-            batch = DecodeBatch(tokens[of, at], jnp.where(own < 0, -1, at), none, tables, shifts=none if axes else None)
-            pools, logprobs = self._decode(params, pools, batch, tokens[of, at + 1])
-            return pools, found.at[jnp.where(own < 0, found.size, own)].set(logprobs, mode="drop")
+            loras = jnp.where(own < 0, -1, 0) if self._adapted else None
+            positions, shifts = jnp.where(own < 0, -1, at), none if axes else None
+            batch = DecodeBatch(tokens[of, at], positions, none, tables, loras=loras, shifts=shifts)
+            filled, arriving = self._passed(self._decode, weights, pools, batch, none)
+            last, logprobs = self._decode[-1](weights[-1], pools[-1], batch, tokens[of, at + 1], arriving)
+            return [*filled, last], found.at[jnp.where(own < 0, found.size, own)].set(logprobs, mode="drop")
 
         start = pools, jnp.zeros(self._batch * self._fed, jnp.float32)
         return lax.fori_loop(0, count, run, start)[1].reshape(self._batch, self._fed)
@@ -311,20 +383,40 @@ class _Work:
         order, count = _compacted(jnp.any(places >= 0, axis=1, keepdims=True))
         return places[order].astype(jnp.int32), count
 
-    @functools.cached_property
-    def _prefill(self) -> Callable[..., Any]:
-        engine = self._programs.engine
-        run = make_prefill(self._stage, engine.attention_backend, spread_tokens=engine.sequence_parallel_norms)
-        return self._isolated(run)
+    def _passed(
+        self, programs: Sequence[Callable[..., Any]], weights: Sequence[Any], pools: list[list[Pool]], *given: Any
+    ) -> tuple[list[list[Pool]], Any]:
+        """Run a batch through all stages but the last; return their pools, and what arrives at the last one."""
+        filled, (batch, arriving) = [], given
+        for program, own, pages in zip(programs[:-1], weights, pools, strict=False):
+            pages, arriving = program(own, pages, batch, arriving)
+            filled.append(pages)
+        return filled, arriving
 
     @functools.cached_property
-    def _decode(self) -> Callable[..., Any]:
-        engine = self._programs.engine
-        return self._isolated(make_decode_logprobs(self._stage, engine.max_logprobs, engine.attention_backend))
+    def _prefill(self) -> list[Callable[..., Any]]:
+        *passing, last = self._programs.stages
+        backend, spread = self._programs.engine.attention_backend, self._programs.engine.sequence_parallel_norms
+        programs = [make_pass_programs(stage, backend, spread_tokens=spread)[1] for stage in passing]
+        return self._isolated([*programs, make_prefill(last, backend, spread_tokens=spread)])
 
-    def _isolated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a program of the engine, for rows without adapters, as it is compiled there: behind a barrier."""
-        program = without_banks(function, targets_of(self._stage, self._programs.engine))
+    @functools.cached_property
+    def _decode(self) -> list[Callable[..., Any]]:
+        (*passing, last), engine = self._programs.stages, self._programs.engine
+        programs = [make_pass_programs(stage, engine.attention_backend)[0] for stage in passing]
+        return self._isolated([*programs, make_decode_logprobs(last, engine.max_logprobs, engine.attention_backend)])
+
+    def _isolated(self, functions: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+        """Return the programs of all stages as they are compiled in the engine: behind a barrier."""
+        return [self._compiled(each, stage) for each, stage in zip(functions, self._programs.stages, strict=True)]
+
+    def _compiled(self, function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
+        engine = self._programs.engine
+        targets = targets_of(stage, engine)
+        if self._adapted:
+            program = with_adapters(function, 2, engine.lora_slots, targets)
+        else:
+            program = without_banks(function, targets)
 
         def isolated(*operands: Any) -> Any:
             return lax.optimization_barrier(program(*lax.optimization_barrier(operands)))

@@ -123,10 +123,15 @@ def of_slot(bank: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(bank.shape[1:], np.dtype(np.float32), sharding=sharding)
 
 
+def of_bank(part: str, arrays: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, Any]:
+    """Return adapter weights of a module (`jaxinfer.lora.parts`) by their names in a bank, with heads replicated as in
+    ``specs`` (`slot_specs`)."""
+    return {name: as_copied(arrays[f"{part}/{name}"], spec) for name, spec in specs.items()}
+
+
 def put_part(part: str, arrays: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, jax.Array]:
-    """Send adapter weights of a module (`jaxinfer.lora.parts`) towards a bank: each device gets its shards only, with
-    heads replicated as on the mesh."""
-    whole = {name: as_copied(arrays[f"{part}/{name}"], spec) for name, spec in specs.items()}
+    """Send adapter weights of a module towards a bank: each device gets its shards only."""
+    whole = of_bank(part, arrays, specs)
     return {name: put_whole(whole[name], param_sharding(mesh, spec)) for name, spec in specs.items()}
 
 

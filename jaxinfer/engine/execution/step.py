@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.rope import AxisPositions
 from jaxinfer.parallel.mesh import gathered_logits, traced_size
 from jaxinfer.parallel.tokens import tokens_spread
+from jaxinfer.quant.banks import Banked, with_banks
+from jaxinfer.quant.lora_weight import rows_of
 from jaxinfer.sampling import (
     DraftRows,
     Extras,
@@ -35,7 +38,7 @@ from jaxinfer.sampling import (
     sample,
     wanted_logprobs,
 )
-from jaxinfer.types import CacheSpec
+from jaxinfer.types import CacheSpec, LoRATarget
 from pallas_kernels.choice import Wish
 
 
@@ -66,6 +69,28 @@ def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     parts = [packed[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
     return jax.tree.unflatten(tree, parts)
+
+
+def with_adapters(
+    function: Callable[..., Any], place: int, slots: int, targets: Mapping[tuple[str, ...], LoRATarget]
+) -> Callable[..., Any]:
+    """Return a program of parameters as one of a `Banked`, with the adapter slot of each row in its batch.
+
+    Args:
+        place: the argument that is the batch.
+        slots: slots of the banks.
+        targets: weights that have banks.
+    """
+
+    @functools.wraps(function)
+    def adapted(banked: Banked, *operands: Any) -> Any:
+        batch = operands[place - 1]
+        chunked = isinstance(batch, PrefillBatch)
+        loras = jnp.repeat(batch.loras, batch.tokens.shape[1]) if chunked else batch.loras
+        params = with_banks(banked.params, banked.banks, rows_of(loras, slots, runs=chunked), targets)
+        return function(params, *operands)
+
+    return adapted
 
 
 def make_pass_programs(
@@ -295,14 +320,15 @@ def make_prefill_logprobs(
 def make_decode_logprobs(
     stage: Stage, max_logprobs: int, backend: Wish = "auto"
 ) -> Callable[..., tuple[list[Pool], Float32[Array, " rows"]]]:
-    """Make the program of rows as `make_decode` computes them, of a whole model and without drafts, which returns the
-    log probabilities of given tokens."""
+    """Make the program of rows as `make_decode` computes them, without drafts, which returns the log probabilities of
+    given tokens."""
 
     def decode_logprobs(
-        params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"]
+        params: Any, pools: list[Pool], batch: DecodeBatch, following: Int[Array, " rows"], arriving: Any
     ) -> tuple[list[Pool], Float32[Array, " rows"]]:
         attend = DecodeAttend(stage.model.cache_spec, batch.tables, batch.positions, backend)
-        hidden, _, pools = stage.tapped(params, batch.tokens, _row_positions(batch), attend, pools)
+        x = batch.tokens if stage.first else arriving
+        hidden, _, pools = stage.tapped(params, x, _row_positions(batch), attend, pools)
         raw = gathered_logits(stage.head(params, hidden)).astype(jnp.float32)
         return pools, wanted_logprobs(raw, following, batch.positions >= 0, max_logprobs).logprob
 

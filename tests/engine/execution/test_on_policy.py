@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +14,16 @@ import pytest
 from jaxinfer.check_on_policy import Sequences
 from jaxinfer.engine.execution.on_policy import GivenTokens, ServedPrograms, applied_logprobs
 from jaxinfer.llm import LLM
+from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.merge import declared
+from jaxinfer.lora.trainable import init_adapter
 from jaxinfer.models.model import Model
+from jaxinfer.quant.banks import ALL_LINEAR
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from tests.fake_vision import vision_model
-from tests.fakes import random_model
+from tests.fakes import medium_model, random_model
+from tests.lora.drawn import drawn
+from tests.lora.goldens import GOLDENS, golden, load_base, read
 
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -26,6 +33,9 @@ SETTINGS: dict[str, Any] = {
     "prefill_sizes": (16, 64),
 }
 PROMPTS = (1, 2, 16, 17, 18, 63, 64, 65, 66, 81, 120)
+RANKS = {"pirate": 3, "poet": 8}
+MODULES = (ALL_LINEAR, "embed_tokens", "lm_head")
+LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "lora_target_modules": MODULES}
 KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.9, "n": 2}, {"top_p": 0.8})
 
 
@@ -44,15 +54,49 @@ def generate(llm: LLM, lengths: tuple[int, ...] = PROMPTS, more: int = 0) -> Seq
     return Sequences.of(llm.generate(prompts, params))
 
 
-def training_step(model: Model, like: Any, sequences: Sequences) -> tuple[Any, np.ndarray]:
-    """Return the gradient of a loss, and the log probabilities that it was computed from."""
+def generate_mixed(llm: LLM, adapters: Mapping[str, Adapter]) -> dict[str | None, Sequences]:
+    """Generate with each adapter and with none, in one batch; return the sequences of each."""
+    rng, vocab = np.random.default_rng(0), llm.model.config.vocab_size - 8
+    for name, adapter in adapters.items():
+        llm.load_lora(name, adapter)
+    names = [name for _ in PROMPTS for name in (*adapters, None)]
+    prompts = [rng.integers(0, vocab, PROMPTS[number % len(PROMPTS)]).tolist() for number in range(len(names))]
+    params = [
+        SamplingParams(max_tokens=3 + number % 9, seed=number, logprobs=0, ignore_eos=True, **KINDS[number // 3 % 3])
+        for number in range(len(names))
+    ]
+    outputs = llm.generate(prompts, params, lora=names)
+    return {
+        name: Sequences.of([each for each, of in zip(outputs, names, strict=True) if of == name])
+        for name in (*adapters, None)
+    }
 
-    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
-        found = model.logprobs(params, jnp.asarray(sequences.tokens), like=like, **lengths_of(sequences))
+
+def training_step(model: Model, like: Any, sequences: Sequences, lora: Adapter | None = None) -> tuple[Any, np.ndarray]:
+    """Return the gradient of a loss by parameters and adapter, and the log probabilities that it was computed from."""
+
+    def loss(params: Any, lora: Adapter | None) -> tuple[jax.Array, jax.Array]:
+        given = {**lengths_of(sequences), "lora": lora}
+        found = model.logprobs(params, jnp.asarray(sequences.tokens), like=like, **given)
         return jnp.sum(found**2), found
 
-    gradient, found = jax.jit(jax.grad(loss, has_aux=True))(model.params)
+    gradient, found = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(model.params, lora)
     return gradient, np.asarray(found)
+
+
+def applied_gradient(model: Model, sequences: Sequences, lora: Adapter | None = None) -> Any:
+    """Return the gradient of the same loss of `Model.apply`."""
+    given = GivenTokens(*map(jnp.asarray, (sequences.tokens, sequences.prompt_lengths, sequences.lengths)))
+
+    def loss(params: Any, lora: Adapter | None) -> jax.Array:
+        return jnp.sum(applied_logprobs(model, params, given, lora) ** 2)
+
+    return jax.jit(jax.grad(loss, (0, 1)))(model.params, lora)
+
+
+def require_close(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
 
 
 def lengths_of(sequences: Sequences) -> dict[str, np.ndarray]:
@@ -76,15 +120,7 @@ def test_a_training_step_has_the_served_bits(llm, sequences):
 
 
 def test_the_gradient_is_that_of_apply(llm, sequences):
-    model, lengths = llm.model, (sequences.prompt_lengths, sequences.lengths)
-
-    def loss(params: Any) -> jax.Array:
-        given = GivenTokens(jnp.asarray(sequences.tokens), *map(jnp.asarray, lengths))
-        return jnp.sum(applied_logprobs(model, params, given) ** 2)
-
-    expected, (found, _) = jax.jit(jax.grad(loss))(model.params), training_step(model, llm, sequences)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max()))
+    require_close(training_step(llm.model, llm, sequences)[0], applied_gradient(llm.model, sequences))
 
 
 def test_applied_log_probabilities_are_those_of_the_logits(llm, sequences):
@@ -141,10 +177,9 @@ MODES: dict[str, dict[str, Any]] = {
     "swapped": {"num_pages": 12},
     "drafts": {"speculative": "ngram", "speculative_adaptive": False},
     "8-bit pool": {"kv_cache_dtype": "int8"},
-    "adapters": {"enable_lora": True},
     "one row": {"max_num_seqs": 1},
 }
-SLOW = ("swapped", "adapters", "one row")
+SLOW = ("swapped", "one row")
 
 
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in MODES])
@@ -197,3 +232,127 @@ def test_what_does_not_fit_is_named(llm, changes, words):
     given = {"model": llm.model, "params": llm.model.params, "tokens": jnp.ones((1, 4), jnp.int32), **changes}
     with pytest.raises(ValueError, match=words):
         given["model"].logprobs(given["params"], given["tokens"], like=llm)
+
+
+@pytest.fixture(scope="module")
+def adapted() -> LLM:
+    return LLM(random_model(), **SETTINGS, **LORAS)
+
+
+def adapters_of(model: Model, modules: Sequence[str] = MODULES) -> dict[str, Adapter]:
+    return {name: drawn(declared(model), name, rank, modules) for name, rank in RANKS.items()}
+
+
+@pytest.fixture(scope="module")
+def mixed(adapted: LLM) -> dict[str | None, Sequences]:
+    return generate_mixed(adapted, adapters_of(adapted.model))
+
+
+@pytest.mark.parametrize("name", ["pirate", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "poet"))])
+def test_requests_with_adapters_have_the_served_bits_and_the_gradient_of_apply(adapted, mixed, name):
+    model, sequences = adapted.model, mixed[name]
+    lora = None if name is None else adapters_of(model)[name]
+    gradient, found = training_step(model, adapted, sequences, lora)
+    assert np.count_nonzero(sequences.served) > 50
+    np.testing.assert_array_equal(found, sequences.served)
+    require_close(gradient, applied_gradient(model, sequences, lora))
+    if name is not None:
+        assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient[1]))
+
+
+def test_without_their_adapter_they_have_others(adapted, mixed):
+    _, found = training_step(adapted.model, adapted, mixed["pirate"])
+    assert np.abs(found - mixed["pirate"].served).max() > 0.01
+
+
+def test_an_adapter_that_a_step_has_changed_is_served_under_its_name(adapted):
+    """The loop of a trainer: one program for all steps, and rollouts with the arrays that it made."""
+    model, programs, traced = adapted.model, adapted.served_programs(), 0
+    adapter = jax.tree.map(jnp.asarray, init_adapter(model, 2, jax.random.key(0)))
+
+    def loss(adapter: Adapter, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        nonlocal traced
+        traced += 1
+        found = model.logprobs(model.params, tokens, like=programs, prompt_lengths=jnp.full(2, 9), lora=adapter)
+        return found.mean(), found
+
+    step, params = jax.jit(jax.grad(loss, has_aux=True)), SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
+    for _ in range(3):
+        adapted.load_lora("trained", adapter)
+        sequences = Sequences.of(adapted.generate([list(range(9)), list(range(5, 14))], params, lora="trained"))
+        gradient, found = step(adapter, jnp.asarray(sequences.tokens))
+        np.testing.assert_array_equal(found, sequences.served)
+        adapter = jax.tree.map(lambda x, change: x + 0.1 * change, adapter, gradient)
+    assert traced == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mixtral-experts", {}),
+        ("llama-int8-dora", {}),
+        ("llama-nf4-all", {}),
+        ("gpt2-dora", {}),
+        ("gemma-dora-rslora", {"kv_cache_dtype": "int8"}),
+        ("falcon-all", {"max_num_seqs": 1}),
+        ("llama-tied-head", {"speculative": "ngram", "speculative_adaptive": False}),
+        ("llama-tied-embeddings", {"multi_step": 4}),
+    ],
+)
+def test_adapters_of_peft_have_the_served_bits(name, settings, tmp_path):
+    base = load_base(golden(name), tmp_path)
+    adapters = {name: read(GOLDENS / name, base)}
+    llm = LLM(base, **{**SETTINGS, **LORAS, "max_model_len": 128, **settings})
+    for each, sequences in generate_mixed(llm, adapters).items():
+        found = llm.model.logprobs(
+            base.params, jnp.asarray(sequences.tokens), like=llm, **lengths_of(sequences), lora=adapters.get(each)
+        )
+        np.testing.assert_array_equal(found, sequences.served)
+
+
+@pytest.mark.slow
+def test_adapters_where_bits_depend_on_the_number_of_rows():
+    model = medium_model("bfloat16", layers=2)
+    llm, adapters = LLM(model, **{**SETTINGS, **LORAS}), adapters_of(model)
+    for name, sequences in generate_mixed(llm, adapters).items():
+        np.testing.assert_array_equal(training_step(model, llm, sequences, adapters.get(name))[1], sequences.served)
+
+
+PATH = ("layers_0", "attention", "out")
+
+
+def changed(adapter: Adapter, **arrays: Any) -> Adapter:
+    return dataclasses.replace(adapter, deltas={PATH: dataclasses.replace(adapter.deltas[PATH], **arrays)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda it: Adapter("", 1, {("layers_9", "up"): it.deltas[PATH]}), r"lora.*layers_9\.up"),
+        (lambda it: changed(it, a=jnp.ones((9, 32)), b=jnp.ones((32, 9))), "lora.*out.*rank 9.*max_lora_rank.*8"),
+        (lambda it: changed(it, a=jnp.ones((2, 31))), r"lora.*out.*\(2, 31\)"),
+        (lambda it: changed(it, a=jnp.ones(32)), r"lora.*out.*\(32,\)"),
+        (lambda it: changed(it, b=jnp.ones((32, 4))), r"lora.*out.*\(32, 4\)"),
+        (lambda it: changed(it, a=jnp.ones((2, 32), jnp.int32)), "lora.*out.*int32"),
+    ],
+)
+def test_an_adapter_that_could_not_be_served_is_named(adapted, change, words):
+    lora = change(init_adapter(adapted.model, 2, jax.random.key(0)))
+    with pytest.raises(RequestError, match=words) as error:
+        adapted.model.logprobs(adapted.model.params, jnp.ones((1, 4), jnp.int32), like=adapted, lora=lora)
+    assert error.value.field == "lora"
+
+
+def test_an_engine_without_adapters_has_none_of_a_trainer(llm):
+    lora = init_adapter(llm.model, 2, jax.random.key(0))
+    with pytest.raises(RequestError, match="enable_lora") as error:
+        llm.model.logprobs(llm.model.params, jnp.ones((1, 4), jnp.int32), like=llm, lora=lora)
+    assert error.value.field == "lora"
+
+
+def test_modules_without_banks_are_named_with_the_setting(adapted):
+    programs, lora = adapted.served_programs(), init_adapter(adapted.model, 2, jax.random.key(0), names=["down"])
+    fewer = dataclasses.replace(programs, engine=dataclasses.replace(programs.engine, lora_target_modules=("q_proj",)))
+    with pytest.raises(RequestError, match=r"down.*lora_target_modules.*down_proj"):
+        adapted.model.logprobs(adapted.model.params, jnp.ones((1, 4), jnp.int32), like=fewer, lora=lora)
