@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.check_on_policy import Sequences
+from jaxinfer.agreement import Sequences
+from jaxinfer.check_on_policy import samples_of
 from jaxinfer.engine.execution.on_policy import GivenTokens, ServedPrograms, applied_logprobs
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
@@ -41,7 +42,7 @@ def generate(llm: LLM, lengths: tuple[int, ...] = PROMPTS, more: int = 0) -> Seq
         )
         for number in range(len(prompts))
     ]
-    return Sequences.of(llm.generate(prompts, params))
+    return Sequences.of(samples_of(llm.generate(prompts, params)))
 
 
 def training_step(model: Model, like: Any, sequences: Sequences) -> tuple[Any, np.ndarray]:
