@@ -19,6 +19,7 @@ from jaxinfer.gpu_check.report import Report
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import Request
 
+DTYPES = ("bfloat16", "float32")
 _SMALL = {
     **LLAMA_8B,
     "vocab_size": 32000,
@@ -38,7 +39,7 @@ _START_S = 60.0  # of an engine, and of the compilation of a training step
 
 
 def run(report: Report) -> None:
-    for dtype in ("bfloat16", "float32"):
+    for dtype in DTYPES:
         name = f"log-probabilities, {dtype}"
         if report.time_for(name, 0.0 if report.quick else _START_S):
             with report.attempt(name):

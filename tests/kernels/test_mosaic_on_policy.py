@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "swap_space_gib": 0,
     "async_scheduling": False,  # the interpreter has one state for all programs
 }
-LENGTHS, SHARED = (79, 31, 60), 40  # chunks of 64 and 16 tokens, one of 64, and after a prefix hit
+LENGTHS, SHARED = (76, 31, 60), 40  # chunks of 64 and 16 tokens, one of 64, and after a prefix hit
 KINDS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9})
 ATTENTION = {"decode", "extend", "prefill", "write_projected"}
 
