@@ -42,7 +42,8 @@ def samples_of(outputs: Sequence[RequestOutput]) -> Iterator[Sample]:
     """Yield the samples of outputs with ``logprobs``."""
     for output in outputs:
         for sample in output.outputs:
-            assert (logprobs := sample.arrays.logprobs) is not None
+            logprobs = sample.arrays.logprobs
+            assert logprobs is not None
             yield Sample(output.prompt_token_ids, sample.token_ids, logprobs.tolist())
 
 

@@ -52,7 +52,8 @@ def random_model(config_json: dict[str, Any], dtype: str = "bfloat16") -> Model:
     model, mesh = abstract(config_json, dtype), make_mesh()
     leaves, tree = jax.tree.flatten(model.specs)
     params = [
-        jax.device_put(_random_weight(spec, seed, dtype), param_sharding(mesh, spec)) for seed, spec in enumerate(leaves)
+        jax.device_put(_random_weight(spec, seed, dtype), param_sharding(mesh, spec))
+        for seed, spec in enumerate(leaves)
     ]
     jax.block_until_ready(params)
     return model.replace(params=jax.tree.unflatten(tree, params))

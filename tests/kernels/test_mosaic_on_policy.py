@@ -58,10 +58,16 @@ def traced(monkeypatch) -> collections.Counter[str]:
         return run
 
     def attends(kernel: attention.Kernel) -> attention.Kernel:
-        few = {"tiles": decode.Tiles(stages=2, keys_per_split=64, blocks=3)} if kernel.run in (decode.decode, decode.extend) else {}
+        few = (
+            {"tiles": decode.Tiles(stages=2, keys_per_split=64, blocks=3)}
+            if kernel.run in (decode.decode, decode.extend)
+            else {}
+        )
         return kernel._replace(run=interpreted(kernel.run, **few))
 
-    kernels = {op: tuple(attends(one) for one in each if one.least == HOPPER) for op, each in attention.IMPLEMENTATIONS.items()}
+    kernels = {
+        op: tuple(attends(one) for one in each if one.least == HOPPER) for op, each in attention.IMPLEMENTATIONS.items()
+    }
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", kernels)
     for module, name in ((kv_write, "write_projected"), (kv_copy, "copy_pages"), (matmul, "matmul")):
         monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
