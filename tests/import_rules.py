@@ -46,6 +46,7 @@ LAYER = {
     "engine": 7,
     "serve": 8,
     "draft_heads": 8,
+    "agreement": 8,
     # entry points, each above those that it uses
     "loading": 9,
     "outputs": 9,

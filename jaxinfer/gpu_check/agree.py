@@ -1,4 +1,5 @@
-"""Section agree: is attention of a position bitwise identical in decode, in a prefill chunk and with draft tokens?
+"""Section agree: is attention of a position bitwise identical in decode, in a prefill chunk and with draft tokens? Are
+log-probabilities of a trainer those of the engine (`on_policy`)?
 
 The kernels accumulate the same sums in the same order (docs/kernels.md, "Which programs of a GPU agree in their bits"),
 provided that an element of a product depends neither on the order of the operands nor on the number of columns. Cases
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.gpu_check import on_policy
 from jaxinfer.gpu_check.attention import EVERY
 from jaxinfer.gpu_check.report import Report
 from pallas_kernels import paged_attention
@@ -38,6 +40,7 @@ def run(report: Report) -> None:
         if report.wanted(name):
             with report.attempt(name):
                 report.put(name, **_compared(attention_case(**lengths, **options), promised))
+    on_policy.run(report)
 
 
 def _compared(case: Case, promised: bool) -> dict[str, Any]:

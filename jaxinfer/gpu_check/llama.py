@@ -47,21 +47,22 @@ TINY = {
 }
 
 
-def random_model(config_json: dict[str, Any]) -> Model:
-    """Make a model of random bfloat16 weights; they are on the device when this returns."""
-    model, mesh = abstract(config_json, "bfloat16"), make_mesh()
+def random_model(config_json: dict[str, Any], dtype: str = "bfloat16") -> Model:
+    """Make a model of random weights; they are on the device when this returns."""
+    model, mesh = abstract(config_json, dtype), make_mesh()
     leaves, tree = jax.tree.flatten(model.specs)
     params = [
-        jax.device_put(_random_weight(spec, seed), param_sharding(mesh, spec)) for seed, spec in enumerate(leaves)
+        jax.device_put(_random_weight(spec, seed, dtype), param_sharding(mesh, spec))
+        for seed, spec in enumerate(leaves)
     ]
     jax.block_until_ready(params)
     return model.replace(params=jax.tree.unflatten(tree, params))
 
 
-def _random_weight(spec: ParamSpec, seed: int) -> jax.Array:
+def _random_weight(spec: ParamSpec, seed: int, dtype: str) -> jax.Array:
     if spec.init != "normal":
-        return jnp.full(spec.shape, float(spec.init == "ones"), jnp.bfloat16)
-    return fill(seed, spec.shape, jnp.bfloat16, spec.scale)
+        return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
+    return fill(seed, spec.shape, dtype, spec.scale)
 
 
 def start_engine(model: Model, config: EngineConfig, report: Report) -> EngineCore:

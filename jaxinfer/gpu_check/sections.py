@@ -40,7 +40,7 @@ class Section(NamedTuple):
 _PARITY = ("ok", "worst_vector", "bound", "same_bits_twice", "same_bits_reversed", "same_bits_alone")
 TIMES = ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm")
 _IDENTITY = ("ok", "requests", "recompute", "swap")
-_AGREE = ("ok", "same_bits_decoded", "same_bits_as_drafts", "promised")
+_AGREE = ("ok", "same_bits_decoded", "same_bits_as_drafts", "promised", "tokens", "largest", "kl")
 _HERE = "jaxinfer.gpu_check"
 # Engine startup may wait a minute for a kernel on trial that hangs, so a section that starts an engine has a longer
 # patience.
@@ -51,7 +51,7 @@ CHECKS = (
     Section("demo", f"{_HERE}.demo", 45, columns=("seconds", "tokens", "equal_tokens")),
     Section("parity-all", f"{_HERE}.parity:run_all", 300, patience=30, asked=False, columns=_PARITY),
     Section("identity", f"{_HERE}.identity", 200, patience=120, asked=False, columns=_IDENTITY),
-    Section("agree", f"{_HERE}.agree", 60, patience=30, asked=False, columns=_AGREE),
+    Section("agree", f"{_HERE}.agree", 300, patience=120, asked=False, columns=_AGREE),
 )
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams, load_model
-from jaxinfer.check_on_policy import Sequences
+from jaxinfer.agreement import Sequences
+from jaxinfer.check_on_policy import samples_of
 from jaxinfer.compilations import count_compilations
 from jaxinfer.models.model import Model
 from jaxinfer.types import ParamSpec
@@ -120,7 +121,8 @@ def test_served_logprobs_are_those_of_the_function(llm: LLM):
 
 def test_a_trainer_has_the_served_bits(llm: LLM):
     requests = [(p, dataclasses.replace(each, prompt_logprobs=None, logprobs=0)) for p, each in requests_of(llm.model)]
-    sequences = Sequences.of(llm.generate([prompt for prompt, _ in requests], [params for _, params in requests]))
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    sequences = Sequences.of(samples_of(outputs))
     np.testing.assert_array_equal(training_step(llm.model, llm, sequences)[1], sequences.served)
 
 

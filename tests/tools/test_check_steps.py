@@ -28,6 +28,17 @@ def test_the_engines_steps_keep_the_rules():
     assert unasked == {("decode_many", "GEMMs with a weight")}
 
 
+@pytest.mark.slow
+@compiles
+def test_a_training_step_adds_up_in_the_order_of_the_engine():
+    """`Model.logprobs` with a loss and its gradient: chunks and decode steps are the engine's kernels."""
+    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=3, training=True), default_folder())
+    assert set(part.programs) == {"decode", "prefill", "prefill_logprobs", "training"}
+    assert part.broken == []
+    products = {one.rule: one.found for one in part.programs["training"].findings}["GEMMs in loops"]
+    assert int(products) == (3 * 4 + 1) + (2 * 4 + 1)  # of a chunk's last layer keys and values alone
+
+
 STORED = [("Llama-3.1-8B", kind) for kind in ("int4", "nf4", "fp8-activations")] + [("gpt-oss-20b", "mxfp4")]
 
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = dataclasses.replace(
         work, draft_layers=layers, head=arguments.speculative if arguments.speculative in HEADS else ""
     )
-    work = dataclasses.replace(work, adapters=arguments.max_loras, target=arguments.target)
+    work = dataclasses.replace(work, adapters=arguments.max_loras, target=arguments.target, training=arguments.training)
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -135,6 +135,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-loras", type=int, default=0, metavar="N", help="adapters beside the model (default: none)"
     )
+    parser.add_argument("--training", action="store_true", help="a trainer's step with Model.logprobs, too")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--layers", type=int, metavar="N", help="so many instead of all")
     depth.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")

@@ -26,8 +26,9 @@ from jaxinfer.draft_heads import abstract_head
 from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, compile_moving, temporary_bytes
 from jaxinfer.engine.execution.encoder import abstract_layout
 from jaxinfer.engine.execution.memory import stage_needs
+from jaxinfer.engine.execution.on_policy import served_programs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays
-from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.prepare import Prepared, prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.loading import abstract_model
@@ -45,6 +46,7 @@ from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
 from tools.check_programs.stored import dequantized, stored
+from tools.check_programs.training import compile_training, training_program
 from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64
@@ -53,6 +55,7 @@ ENCODE = "encode_"  # prefix of the names of encoder programs
 # larger ones for some queries at a time, or those of a few windows.
 SCORED = 384
 SMALL = 1024
+CHUNK = 512  # the only size of a prompt chunk beside a training step: a trainer compiles all of them
 ENGINE = EngineConfig(max_num_seqs=64, page_size=PAGE, max_model_len=4096, max_logprobs=20)
 
 
@@ -75,6 +78,8 @@ def settings_of(work: Work) -> EngineConfig:
         enable_lora=work.adapters > 0,
         max_loras=max(1, work.adapters),
         speculative=work.head or ("draft_model" if work.draft_layers else "ngram" if work.drafts else None),
+        prefill_sizes=(CHUNK,) if work.training else None,
+        max_prefill_rows=1 if work.training else None,
     )
 
 
@@ -120,13 +125,21 @@ def head_of(model: Model, method: str) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A pipeline stage before compilation: its arrays, the planner's memory needs, and the expected programs."""
+    """A pipeline stage before compilation: its arrays, the planner's memory needs, the expected programs, and the whole
+    model."""
 
     stage: Stage
     engine: ResolvedEngine
     arrays: StageArrays
     needs: Needs
     should: Expected
+    prepared: Prepared
+
+    @property
+    def mesh(self) -> Mesh:
+        mesh = jax.tree.leaves(self.arrays.params)[0].sharding.mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
 
     @property
     def pool(self) -> int:
@@ -175,7 +188,7 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, draft
     settings = dataclasses.replace(settings, max_model_len=longest)
     mesh = mesh_for(settings, target_of(work).devices(work.devices) if devices is None else devices)
     with target_of(work).current() if devices is None else contextlib.nullcontext():
-        model, engine, limits = prepare(given, settings, "gpu", mesh)
+        model, engine, limits = prepared = prepare(given, settings, "gpu", mesh)
     place = stages(mesh)[number]
     if devices is None:
         target_of(work).tell(place)
@@ -183,9 +196,8 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, draft
     stage = (draft_stages(model) if drafts else cut(whole, work.stages))[number]
     stage = dataclasses.replace(stage, model=stage.model.replace(draft=None))
     arrays = abstract_arrays(stage, engine, limits, place)
-    return Planned(
-        stage, engine, arrays, stage_needs(stage, engine, arrays), expected(stage, _sizes(place), work.norms)
-    )
+    needs, should = stage_needs(stage, engine, arrays), expected(stage, _sizes(place), work.norms)
+    return Planned(stage, engine, arrays, needs, should, prepared)
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
@@ -196,8 +208,10 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     """Compile a stage and return the findings. ``dumps``: the folder of XLA's dumps."""
     planned, start = plan(work, number), time.perf_counter()
     with target_of(work).current():
-        compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True, every_size=True)
+        sizes = not work.training
+        compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=sizes, every_size=sizes)
         moving = compile_moving(planned.stage, planned.arrays, planned.engine)
+        training = _training(work, planned, compiled) if work.training else {}
     seconds = time.perf_counter() - start
     encoders = [one for one in compiled if _name(one.as_text()).startswith(ENCODE)]
     texts = [one for one in compiled if one not in encoders]
@@ -219,7 +233,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
         planned=total,
         compiled=peak,
         seconds=seconds,
-        programs={step.name: _program(step) for step in steps},
+        programs={step.name: _program(step) for step in steps} | training,
         findings=(
             *of_stage(
                 planned=total,
@@ -231,6 +245,14 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
             *of_moves(moving, page=needs.page, donated=planned.kept),
         ),
     )
+
+
+def _training(work: Work, planned: Planned, compiled: Sequence[Any]) -> dict[str, Program]:
+    """Compile a trainer's step, and compare it with the programs of the engine that it repeats."""
+    texts = [one.as_text() for one in compiled]
+    repeated = [read_module(text) for text in texts if _name(text) in ("decode", "prefill")]
+    served = served_programs(planned.prepared, {CHUNK: 0}, planned.mesh)
+    return {"training": training_program(compile_training(model_of(work), served), repeated)}
 
 
 def _draft_steps(work: Work, dumps: pathlib.Path) -> Iterator[Step]:
@@ -251,7 +273,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
     """Yield each program with its properties."""
     stage, needs, should = planned.stage, planned.needs, planned.should
     rounded = weights.endswith("-activations")
-    pages, sizes = planned.engine.num_pages, _sizes(jax.tree.leaves(planned.arrays.params)[0].sharding.mesh)
+    pages, sizes = planned.engine.num_pages, _sizes(planned.mesh)
     pool = stage.model.cache_spec.pool_shape(pages, PAGE, math.prod(sizes.values()))
     tower, cache = device_bytes(planned.arrays.tower), device_bytes(planned.arrays.images)
     for executable in compiled:

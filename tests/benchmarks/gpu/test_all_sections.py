@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.gpu import throughput
 from jaxinfer.gpu_check import __main__ as gpu_check
-from jaxinfer.gpu_check import demo
+from jaxinfer.gpu_check import demo, on_policy
 from jaxinfer.gpu_check.problems import FIRST, PROBLEMS
 
 
@@ -41,6 +41,8 @@ def test_every_section_runs(tmp_path):
     for section in ("engine", "relaxed", "formats"):
         assert any(record.get("output_tokens_s", 0) > 0 for record in records_of(content, section).values())
     assert all(record["ok"] for record in records_of(content, "identity").values())
+    agreed = {key: record["largest"] for key, record in records_of(content, "agree").items() if "Model.log" in key}
+    assert agreed == {f"log-probabilities, {dtype}: Model.logprobs": 0 for dtype in on_policy.DTYPES}
     served = records_of(content, "server")
     assert all(served[throughput.title(load)]["of_engine"] > 0 for load in throughput.QUICK_LOADS)
     assert served["start, warm"]["seconds_to_ready"] < served["start, cold"]["seconds_to_ready"]

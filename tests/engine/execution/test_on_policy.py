@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.check_on_policy import Sequences
+from jaxinfer.agreement import Sequences
+from jaxinfer.check_on_policy import samples_of
 from jaxinfer.engine.execution.on_policy import GivenTokens, ServedPrograms, applied_logprobs
 from jaxinfer.llm import LLM
 from jaxinfer.lora.adapter import Adapter
@@ -51,7 +52,7 @@ def generate(llm: LLM, lengths: tuple[int, ...] = PROMPTS, more: int = 0) -> Seq
         )
         for number in range(len(prompts))
     ]
-    return Sequences.of(llm.generate(prompts, params))
+    return Sequences.of(samples_of(llm.generate(prompts, params)))
 
 
 def generate_mixed(llm: LLM, adapters: Mapping[str, Adapter]) -> dict[str | None, Sequences]:
@@ -67,7 +68,7 @@ def generate_mixed(llm: LLM, adapters: Mapping[str, Adapter]) -> dict[str | None
     ]
     outputs = llm.generate(prompts, params, lora=names)
     return {
-        name: Sequences.of([each for each, of in zip(outputs, names, strict=True) if of == name])
+        name: Sequences.of(samples_of(each for each, of in zip(outputs, names, strict=True) if of == name))
         for name in (*adapters, None)
     }
 
@@ -279,7 +280,9 @@ def test_an_adapter_that_a_step_has_changed_is_served_under_its_name(adapted):
     step, params = jax.jit(jax.grad(loss, has_aux=True)), SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
     for _ in range(3):
         adapted.load_lora("trained", adapter)
-        sequences = Sequences.of(adapted.generate([list(range(9)), list(range(5, 14))], params, lora="trained"))
+        sequences = Sequences.of(
+            samples_of(adapted.generate([list(range(9)), list(range(5, 14))], params, lora="trained"))
+        )
         gradient, found = step(adapter, jnp.asarray(sequences.tokens))
         np.testing.assert_array_equal(found, sequences.served)
         adapter = jax.tree.map(lambda x, change: x + 0.1 * change, adapter, gradient)
