@@ -191,7 +191,7 @@ class PositionExtras(NamedTuple):
         entropy: in nats; None: not requested, as for the other fields.
         token_logprobs: of the request's ``logprob_token_ids``.
         kept: token ids that the sampler could draw: ascending int32 in this machine's byte order.
-        vocabulary: log probabilities of the whole vocabulary: float32.
+        vocabulary: log probabilities of the whole vocabulary: float32 in this machine's byte order.
         experts: ids of the experts that the forward pass took, for each layer that has any.
     """
 
@@ -208,6 +208,16 @@ class PositionLogprobs(NamedTuple):
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
     extras: PositionExtras | None = None
+
+    @property
+    def weight(self) -> int:
+        """Size of a message with it, in candidates (of 64 bytes): what bounds messages with many positions."""
+        if self.extras is None:
+            return 1 + len(self.top)
+        layers = self.extras.experts
+        numbers = sum(map(len, layers)) + len(self.extras.token_logprobs)
+        data = len(self.extras.vocabulary or b"") + len(self.extras.kept or b"") + 4 * numbers
+        return 1 + len(self.top) + len(layers) + data // 64
 
 
 WeightVersions = tuple[tuple[int, int], ...]

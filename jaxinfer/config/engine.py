@@ -35,8 +35,8 @@ class ExecutionConfig:
         activation_dtype: dtype to which inputs of quantised weights are rounded before a matrix product: "auto": as the
             checkpoint declares; "none": no rounding; "int8": for int8 weights with a scale per channel; "fp8": for FP8
             weights. One scale per token.
-        max_logprobs: maximum number of top logprobs that a request may ask for; -1: up to 20, or offline those of the
-            whole vocabulary, which needs ``enable_training_outputs``.
+        max_logprobs: maximum number of top logprobs that a request may ask for; -1: up to 20, or those of the whole
+            vocabulary, which needs ``enable_training_outputs``.
         enable_training_outputs: requests may ask for ``logprobs_mode``, ``logprob_token_ids``, ``return_entropy``,
             ``return_sampling_mask`` and ``return_routed_experts``. Off: the programs have no such outputs.
         exactness: "exact": batch-invariant: results are bitwise identical whatever else is served; "relaxed": cached

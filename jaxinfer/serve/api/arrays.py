@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ def kept_ids(extras: PositionExtras) -> list[int]:
 
 
 def arrays_json(positions: Sequence[PositionLogprobs], lowest: float) -> dict[str, Any]:
-    """Return the arrays of an output, or of a part of it, by the names of `jaxinfer.outputs.TokenArrays`.
+    """Return the arrays of an output, or of a part of it, by the names of `jaxinfer.outputs.TokenArrays`. Those of the
+    whole vocabulary are float32, little-endian, in base64: one text for each position, also with infinities.
 
     Args:
         lowest: replaces smaller log probabilities: JSON has no infinity.
@@ -32,6 +34,8 @@ def arrays_json(positions: Sequence[PositionLogprobs], lowest: float) -> dict[st
             indices += kept_ids(each)
             indptr.append(len(indices))
         found["sampling_mask"] = {"indptr": indptr, "indices": indices}
+    if extras and extras[0].vocabulary is not None:
+        found["vocabulary"] = [base64.b64encode(each.vocabulary or b"").decode() for each in extras]
     if extras and extras[0].experts:
         found["routed_experts"] = [each.experts for each in extras]
     return found

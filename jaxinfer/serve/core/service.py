@@ -326,7 +326,7 @@ class _Core:
     # ---- from other threads
 
     def deliver(self, news: Sequence[tuple[_Feed, SequenceDelta | Closed]]) -> bool:
-        """Send the deltas of one step as one message. Called in the engine thread."""
+        """Send the deltas of one step, mostly as one message. Called in the engine thread."""
         numbered: list[tuple[int, SequenceDelta]] = []
         apart: list[tuple[_Feed, SequenceDelta]] = []
         for feed, item in news:
@@ -338,7 +338,7 @@ class _Core:
                     numbered.append((feed.number, item))
         if not (numbered or apart):
             return True  # the engine has ended: the front end gets a fault message
-        data = messages.encode(messages.deltas_of(numbered)) if numbered else None
+        data = [messages.encode(some) for some in messages.split(messages.deltas_of(numbered))] if numbered else []
         return self._from_thread(self._delivered, data, apart, [feed.number for feed, _ in news if not feed.running])
 
     def _tell(self, telling: KvEventEncoder) -> None:
@@ -346,9 +346,9 @@ class _Core:
         for events in telling.messages():
             self._from_thread(self._send, events)
 
-    def _delivered(self, data: bytes | None, apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]) -> None:
-        if data is not None:
-            self._outbox.put(data)
+    def _delivered(self, data: Sequence[bytes], apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]) -> None:
+        for message in data:
+            self._outbox.put(message)
         for feed, delta in apart:
             self._defer(feed, delta)
         for number in ended:
