@@ -446,7 +446,7 @@ class _Run:
 
     def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, new: OutputDelta) -> None:
         if new.prompt_logprobs is not None and whole.prompt_logprobs is None:
-            found = new.prompt_logprobs
+            whole.prompt_positions = found = new.prompt_logprobs
             whole.prompt_logprobs = [None if p is None else candidates_of(p, self._token_text) for p in found]
         if new.logprobs:
             if output.logprobs is None:

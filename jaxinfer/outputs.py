@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int32
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import PositionExtras, PositionLogprobs, Request, WeightVersions
+from jaxinfer.types import PositionExtras, PositionLogprobs, Request, WeightVersions, prompt_experts
 
 
 class Logprob(NamedTuple):
@@ -144,7 +144,8 @@ class CompletionOutput(ShortRepr):
 
 @dataclasses.dataclass(repr=False)
 class RequestOutput(ShortRepr):
-    """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it."""
+    """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it.
+    ``prompt_positions`` is what `prompt_routed_experts` is made of."""
 
     request_id: str
     prompt: str | None
@@ -152,6 +153,16 @@ class RequestOutput(ShortRepr):
     outputs: list[CompletionOutput]
     seed: int
     prompt_logprobs: list[LogprobsDict | None] | None = None
+    prompt_positions: Sequence[PositionLogprobs | None] = dataclasses.field(
+        default=(), init=False, repr=False, compare=False
+    )
+
+    @property
+    def prompt_routed_experts(self) -> Int32[np.ndarray, "positions layers top_k"] | None:
+        """Experts of all prompt tokens but the last, whose are the first of ``outputs[i].arrays.routed_experts``. None:
+        not requested (``return_routed_experts`` with ``prompt_logprobs``), or there is no such token."""
+        found = prompt_experts(self.prompt_positions)
+        return np.array(found, np.int32) if found else None
 
     @property
     def finished(self) -> bool:

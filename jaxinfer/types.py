@@ -220,6 +220,13 @@ class PositionLogprobs(NamedTuple):
         return 1 + len(self.top) + len(layers) + data // 64
 
 
+def prompt_experts(positions: Sequence[PositionLogprobs | None] | None) -> list[tuple[tuple[int, ...], ...]]:
+    """Return the experts of all prompt tokens but the last, from prompt log probabilities, in each layer that has any;
+    none if they were not requested."""
+    extras = (position.extras for position in positions or () if position is not None)
+    return [each.experts for each in extras if each is not None]
+
+
 WeightVersions = tuple[tuple[int, int], ...]
 """Versions of the weights that computed an output: (version, tokens), in order; empty: all tokens are of version 0.
 """

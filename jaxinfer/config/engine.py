@@ -399,8 +399,6 @@ def _require_dp_attention(config: EngineConfig) -> None:
     for name, why in _NOT_WITH_DP_ATTENTION.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
-    both = "and enable_dp_attention = True exclude each other: its ranks return no more than samples"
-    _require(not config.enable_training_outputs, "enable_training_outputs", True, both)
 
 
 def _require_even_tokens(config: EngineConfig) -> None:

@@ -24,6 +24,7 @@ from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.terminal.stats import Clock, measured_bandwidth, report
 from jaxinfer.text import load_template
+from jaxinfer.types import prompt_experts
 
 _NO_PROMPT = "give --prompt TEXT, --prompt-file FILE or --prompts FILE, or pipe a text in"
 _MOST_TOGETHER = 32
@@ -172,6 +173,8 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
             completion["arrays"] = arrays_json(sample.positions, -math.inf)
         completion["logprobs"] = _logprobs_json(completion["logprobs"])
     fields["prompt_logprobs"] = _logprobs_json(fields["prompt_logprobs"])
+    if experts := prompt_experts(fields.pop("prompt_positions")):
+        fields["prompt_routed_experts"] = experts
     return fields
 
 

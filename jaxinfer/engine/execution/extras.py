@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -36,7 +35,7 @@ def asks_of_rows(rows: Sequence[DecodePlan], count: int) -> Int32[np.ndarray, "r
     return asks
 
 
-def wanted_arrays(rows: Sequence[DecodePlan], sampled: Sampled) -> list[jax.Array]:
+def wanted_arrays(rows: Sequence[DecodePlan], sampled: Sampled) -> list[Any]:
     """Return the arrays of the extras that a row asks for."""
     if sampled.extras is None:
         return []
@@ -55,6 +54,14 @@ def with_extras(
         [each._replace(extras=_extras(row, sampled.extras, host)) for each in found]
         for row, found in zip(rows, logprobs, strict=True)
     ]
+
+
+def with_experts(
+    positions: Sequence[PositionLogprobs], routed: Int32[np.ndarray, "positions layers top_k"]
+) -> list[PositionLogprobs]:
+    """Return the log probabilities of prompt tokens with the experts of their forward passes."""
+    pairs = zip(positions, routed.tolist(), strict=True)
+    return [each._replace(extras=PositionExtras(experts=tuple(map(tuple, layers)))) for each, layers in pairs]
 
 
 def _extras(row: DecodePlan, extras: Extras, host: dict[str, np.ndarray]) -> PositionExtras | None:
