@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -180,6 +181,34 @@ def test_what_sleeps_lets_requests_wait_and_wakes_to_the_same_outputs(world):
         assert not waiting.is_alive()
     assert [made.tokens for made in found] == [before] * 2
     assert world.compilations() == 0
+
+
+def test_metrics_and_the_stats_rpc_tell_the_state_of_the_weights(world):
+    def told() -> tuple[dict[str, float], dict[str, Any]]:
+        found = re.findall(r"^jaxinfer:(?:weight|engine)_.*$", world.http.get("/metrics").text, re.MULTILINE)
+        pairs = (line.rsplit(" ", 1) for line in found)
+        scraped = {name.removeprefix("jaxinfer:"): float(value) for name, value in pairs}
+        with Control(f"127.0.0.1:{world.served.server.control_port}", timeout=BOUND) as control:
+            return scraped, control.stats()["weights"]
+
+    def sample(scraped: dict[str, float], name: str, label: str = "") -> float:
+        (value,) = (value for key, value in scraped.items() if key.startswith(name) and label in key)
+        return value
+
+    before, _ = told()
+    version = world.update()
+    scraped, weights = told()
+    assert (sample(scraped, "weight_version"), weights["weight_version"]) == (version, version)
+    assert sample(scraped, "weight_updates_total") == sample(before, "weight_updates_total") + 1 == weights["updates"]
+    assert sample(scraped, "weight_update_seconds_sum") > sample(before, "weight_update_seconds_sum")
+    assert sample(scraped, "engine_paused") == 0
+    world.http.post("/sleep", params={"tags": "kv_cache"})
+    scraped, weights = told()
+    assert (sample(scraped, "engine_paused"), weights["is_paused"], weights["asleep"]) == (1, True, ["kv_cache"])
+    states = [sample(scraped, "engine_sleep_state", f'"{state}"') for state in ("awake", "kv_cache", "weights")]
+    assert states == [0, 1, 0]
+    world.http.post("/wake_up")
+    assert sample(told()[0], "engine_sleep_state", '"awake"') == 1
 
 
 def test_weights_that_cannot_be_served_change_nothing(world):

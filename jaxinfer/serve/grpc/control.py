@@ -237,6 +237,10 @@ def _fill(message: pb.Stats, stats: EngineStats) -> None:
     message.draft_accepted_at.extend(stats.draft_accepted_at)
     if stats.loras is not None:
         message.lora_usage.CopyFrom(pb.LoraUsage(**dataclasses.asdict(stats.loras)))
+    if (weights := stats.weights) is not None:
+        message.weights.weight_version, message.weights.is_paused = weights.version, weights.paused
+        message.weights.asleep.extend(weights.asleep)
+        message.weights.updates, message.weights.update_seconds = weights.update_time.count, weights.update_time.sum
     for name in _SAME:
         setattr(message, name, getattr(stats, name))
 
