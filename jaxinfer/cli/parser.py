@@ -54,8 +54,11 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        found, unknown = self.parse_known_args([self._dashed(word) for word in words], namespace)
+        words = [self._dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        if wrong := [flag for flag in flags if flag not in self._option_string_actions and flag != "--"]:
+            self._refuse(wrong)  # before argparse takes a flag's value for an argument
+        found, unknown = self.parse_known_args(words, namespace)
         if unknown:
             self._refuse(unknown)
         return found
