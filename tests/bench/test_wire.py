@@ -321,9 +321,7 @@ def test_another_site_is_named_with_its_answer(answer: bytes) -> None:
 
 
 def test_another_protocol_is_named_with_what_it_says() -> None:
-    with pytest.raises(
-        TargetError, match=r"http://127.0.0.1:\d+: 'SSH-2.0-x.*' is not how an HTTP"
-    ):
+    with pytest.raises(TargetError, match=r"http://127.0.0.1:\d+: 'SSH-2.0-x.*' is not how an HTTP"):
         answered(b"SSH-2.0-x\r\n", lambda port: http(port).open())
 
 
