@@ -325,14 +325,16 @@ class WakeUpRequest(_message.Message):
     def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "weight_version", "mode")
+    __slots__ = ("path", "weight_version", "mode", "parts")
     PATH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     path: str
     weight_version: int
     mode: PauseMode
-    def __init__(self, path: _Optional[str] = ..., weight_version: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, path: _Optional[str] = ..., weight_version: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("state", "bytes", "seconds")

@@ -26,7 +26,7 @@ from jaxinfer.serve.api.streams import Closed, EngineDeadError
 from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
-from jaxinfer.serve.core.operate import operate
+from jaxinfer.serve.core.operate import ReadWeights, operate
 from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.serve.core.pauses import Weights
@@ -63,7 +63,7 @@ class Built:
     ``journals``: cache journals of the engine's replicas, if KV events are enabled.
 
     ``engine`` is None in a process that follows another one: it takes no requests. ``weights``: see `AsyncEngine`;
-    ``read_weights``: reads those of a folder, in any thread; raises RequestError if they cannot be served.
+    ``read_weights``: see `jaxinfer.serve.core.operate.ReadWeights`.
     """
 
     engine: EngineCore | None
@@ -72,7 +72,7 @@ class Built:
     profiler: Profiler | None = None
     journals: Sequence[Journal] = ()
     weights: Weights | None = None
-    read_weights: Callable[[str], Any] | None = None
+    read_weights: ReadWeights | None = None
 
 
 async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...] = ()) -> int:

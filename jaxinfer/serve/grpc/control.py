@@ -187,7 +187,7 @@ class Control(ControlServicer):
     @override
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, rpc: Rpc) -> pb.UpdateWeightsResponse:
         version = request.weight_version if request.HasField("weight_version") else None
-        update = operations.UpdateWeights(request.path, version, _mode(request.mode))
+        update = operations.UpdateWeights(request.path, version, _mode(request.mode), list(request.parts))
         with rename_fields({"version": "weight_version"}):
             state = await self._operations.run(update)
         return pb.UpdateWeightsResponse(state=_engine_state(state), bytes=state.bytes, seconds=state.seconds)
