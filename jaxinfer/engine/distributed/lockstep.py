@@ -96,7 +96,9 @@ class RankExecutor(Executor):
     def _run(self, command: Command[Any]) -> Any:
         match command:
             case commands.Decode():
-                return self._ask(command, Sampled(Awaited(), _awaited(Logprobs), extras=self._extras()))
+                return self._ask(
+                    command, _awaited(Sampled)._replace(logprobs=_awaited(Logprobs), extras=self._extras())
+                )
             case commands.PrefillLogprobs():
                 return self._ask(command, PromptNumbers(_awaited(Logprobs), self._routed()))
             case commands.Prefill() | commands.CopyPages() | commands.SetSlots() | commands.AdmitSlot():
