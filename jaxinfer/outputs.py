@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int32
 
 from jaxinfer.brief import ShortRepr
 from jaxinfer.text.intake import Prompt
-from jaxinfer.types import PositionExtras, PositionLogprobs, Request, WeightVersions, prompt_experts
+from jaxinfer.types import PositionExtras, PositionLogprobs, Request, WeightVersions, experts_of
 
 
 class Logprob(NamedTuple):
@@ -109,8 +109,15 @@ def arrays_of(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -
         np.array([each.token_logprobs for each in extras], np.float32) if first.token_logprobs else None,
         None if first.kept is None else (bounds, np.concatenate(kept)),
         None if first.vocabulary is None else np.stack(_vocabularies(extras)),
-        np.array([each.experts for each in extras], np.int32) if first.experts else None,
+        _routed(positions),
     )
+
+
+def _routed(positions: Sequence[PositionLogprobs | None]) -> Int32[np.ndarray, "positions layers top_k"] | None:
+    found = experts_of(positions)
+    if not found:
+        return None
+    return np.frombuffer(b"".join(each.ids for each in found), np.int32).reshape(len(found), found[0].layers, -1)
 
 
 @dataclasses.dataclass(repr=False)
@@ -161,8 +168,7 @@ class RequestOutput(ShortRepr):
     def prompt_routed_experts(self) -> Int32[np.ndarray, "positions layers top_k"] | None:
         """Experts of all prompt tokens but the last, whose are the first of ``outputs[i].arrays.routed_experts``. None:
         not requested (``return_routed_experts`` with ``prompt_logprobs``), or there is no such token."""
-        found = prompt_experts(self.prompt_positions)
-        return np.array(found, np.int32) if found else None
+        return _routed(self.prompt_positions)
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxinfer.brief import ShortRepr
@@ -184,6 +184,14 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
+class RoutedExperts(NamedTuple):
+    """Experts that a forward pass took: ids [layers, k] of the layers that have any, int32 in this machine's byte
+    order."""
+
+    layers: int
+    ids: bytes
+
+
 class PositionExtras(NamedTuple):
     """Outputs for training at one position.
 
@@ -192,14 +200,14 @@ class PositionExtras(NamedTuple):
         token_logprobs: of the request's ``logprob_token_ids``.
         kept: token ids that the sampler could draw: ascending int32 in this machine's byte order.
         vocabulary: log probabilities of the whole vocabulary: float32 in this machine's byte order.
-        experts: ids of the experts that the forward pass took, for each layer that has any.
+        experts: experts that the forward pass took.
     """
 
     entropy: float | None = None
     token_logprobs: tuple[float, ...] = ()
     kept: bytes | None = None
     vocabulary: bytes | None = None
-    experts: tuple[tuple[int, ...], ...] = ()
+    experts: RoutedExperts | None = None
 
 
 class PositionLogprobs(NamedTuple):
@@ -211,20 +219,20 @@ class PositionLogprobs(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Size of a message with it, in candidates (of 64 bytes): what bounds messages with many positions."""
+        """Size in candidates, by which messages with many positions are bounded."""
         if self.extras is None:
             return 1 + len(self.top)
-        layers = self.extras.experts
-        numbers = sum(map(len, layers)) + len(self.extras.token_logprobs)
-        data = len(self.extras.vocabulary or b"") + len(self.extras.kept or b"") + 4 * numbers
-        return 1 + len(self.top) + len(layers) + data // 64
+        _, token_logprobs, kept, vocabulary, experts = self.extras
+        ids = b"" if experts is None else experts.ids
+        numbers = len(token_logprobs) + (len(kept or b"") + len(ids)) // 4  # each by itself in some messages
+        return 1 + len(self.top) + numbers // 4 + len(vocabulary or b"") // 64
 
 
-def prompt_experts(positions: Sequence[PositionLogprobs | None] | None) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the experts of all prompt tokens but the last, from prompt log probabilities, in each layer that has any;
-    none if they were not requested."""
-    extras = (position.extras for position in positions or () if position is not None)
-    return [each.experts for each in extras if each is not None]
+def experts_of(positions: Iterable[PositionLogprobs | None]) -> list[RoutedExperts]:
+    """Return the experts of each position; none if they were not requested. The first position of a prompt has no
+    forward pass before it, and none."""
+    extras = (position.extras for position in positions if position is not None)
+    return [each.experts for each in extras if each is not None and each.experts is not None]
 
 
 WeightVersions = tuple[tuple[int, int], ...]

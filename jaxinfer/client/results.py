@@ -374,9 +374,14 @@ def _read_position(position: pb.PositionLogprobs) -> PositionLogprobs:
         position.entropy if position.HasField("entropy") else None,
         tuple(position.token_logprobs),
         tuple(position.kept_token_ids),
-        tuple(tuple(layer.ids) for layer in position.routed_experts),
+        _read_experts(position.routed_experts),
         array("f", position.vocabulary) if position.vocabulary else (),
     )
+
+
+def _read_experts(routed: pb.RoutedExperts) -> Sequence[Sequence[int]]:
+    ids, top = tuple(routed.ids), len(routed.ids) // max(1, routed.layers)
+    return tuple(ids[first : first + top] for first in range(0, len(ids), top)) if ids else ()
 
 
 def _read_token(token: pb.TokenLogprob) -> TokenLogprob:

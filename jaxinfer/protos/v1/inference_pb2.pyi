@@ -382,22 +382,30 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
-    __slots__ = ("chosen", "top", "entropy", "token_logprobs", "kept_token_ids", "routed_experts", "vocabulary")
+    __slots__ = ("chosen", "top", "entropy", "token_logprobs", "kept_token_ids", "vocabulary", "routed_experts")
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     chosen: TokenLogprob
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     entropy: float
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     kept_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    routed_experts: _containers.RepeatedCompositeFieldContainer[TokenIds]
     vocabulary: bytes
-    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., entropy: _Optional[float] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ..., routed_experts: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., vocabulary: _Optional[bytes] = ...) -> None: ...
+    routed_experts: RoutedExperts
+    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., entropy: _Optional[float] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ..., vocabulary: _Optional[bytes] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("layers", "ids")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.types import PositionExtras, PositionLogprobs
+from jaxinfer.types import PositionExtras, PositionLogprobs, RoutedExperts, experts_of
 
 
 def kept_ids(extras: PositionExtras) -> list[int]:
@@ -36,6 +36,13 @@ def arrays_json(positions: Sequence[PositionLogprobs], lowest: float) -> dict[st
         found["sampling_mask"] = {"indptr": indptr, "indices": indices}
     if extras and extras[0].vocabulary is not None:
         found["vocabulary"] = [base64.b64encode(each.vocabulary or b"").decode() for each in extras]
-    if extras and extras[0].experts:
-        found["routed_experts"] = [each.experts for each in extras]
+    if experts := experts_of(positions):
+        found["routed_experts"] = list(map(expert_ids, experts))
     return found
+
+
+def expert_ids(experts: RoutedExperts) -> list[list[int]]:
+    """Return the ids of the experts of each layer."""
+    ids = array("i", experts.ids).tolist()
+    top = len(ids) // experts.layers
+    return [ids[first : first + top] for first in range(0, len(ids), top)]

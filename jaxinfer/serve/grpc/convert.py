@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, cast
 
@@ -249,7 +250,9 @@ def _position(position: PositionLogprobs, token_text: TokenText) -> pb.PositionL
             message.entropy = extras.entropy
         message.token_logprobs.extend(extras.token_logprobs)
         message.kept_token_ids.extend(kept_ids(extras))
-        message.routed_experts.extend(pb.TokenIds(ids=layer) for layer in extras.experts)
+        if extras.experts is not None:
+            message.routed_experts.layers = extras.experts.layers
+            message.routed_experts.ids.extend(array("i", extras.experts.ids))
         if extras.vocabulary is not None:
             message.vocabulary = extras.vocabulary
     return message

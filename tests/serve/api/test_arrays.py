@@ -9,7 +9,7 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.api.arrays import arrays_json
 from jaxinfer.serve.grpc import convert
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import PositionExtras, PositionLogprobs, TokenLogprob
+from jaxinfer.types import PositionExtras, PositionLogprobs, RoutedExperts, TokenLogprob
 
 KEPT = [[3, 70000], [], [5]]
 POSITIONS = [
@@ -20,7 +20,7 @@ POSITIONS = [
             entropy=token / 4,
             token_logprobs=(-1.0, -math.inf),
             kept=np.array(kept, np.int32).tobytes(),
-            experts=((token, 1), (2, 3)),
+            experts=RoutedExperts(2, np.array([token, 1, 2, 3], np.int32).tobytes()),
             vocabulary=np.array([-math.inf, token], np.float32).tobytes(),
         ),
     )
@@ -35,7 +35,7 @@ def test_json_has_csr_arrays_and_no_infinity() -> None:
         "token_logprobs": [[-1, -9999]] * 3,
         "sampling_mask": {"indptr": [0, 2, 2, 3], "indices": [3, 70000, 5]},
         "vocabulary": ["AACA/wAAAAA=", "AACA/wAAgD8=", "AACA/wAAAEA="],
-        "routed_experts": [((0, 1), (2, 3)), ((1, 1), (2, 3)), ((2, 1), (2, 3))],
+        "routed_experts": [[[token, 1], [2, 3]] for token in range(3)],
     }
 
 
@@ -62,4 +62,4 @@ def test_the_client_reads_what_the_server_sends() -> None:
     assert [each.token_logprobs for each in found.logprobs] == [(-1.0, -math.inf)] * 3
     assert [each.vocabulary.tolist() for each in found.logprobs] == [[-math.inf, 0], [-math.inf, 1], [-math.inf, 2]]
     assert np.asarray(found.logprobs[1].vocabulary).dtype == np.float32
-    assert [each.routed_experts for each in found.logprobs] == [p.extras.experts for p in POSITIONS]
+    assert [each.routed_experts for each in found.logprobs] == [((token, 1), (2, 3)) for token in range(3)]
