@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -361,13 +361,16 @@ def open_model(
     return files, model.replace(params=params)
 
 
-def open_weights(folder: str, served: Model, config: ResolvedEngine, *, family: str = "auto") -> Model:
+def open_weights(
+    folder: str, served: Model, config: ResolvedEngine, *, parts: Sequence[str] = (), family: str = "auto"
+) -> Model:
     """Return the model of a folder of safetensors in the form of a served model, with lazily read parameters, for
     `jaxinfer.served.ServedModel.stage`.
 
     Args:
         served: the model, as `start_engine` returned it; only its description is used.
         config: settings of its engine.
+        parts: folders with the tensors that the first one lacks.
         family: see `load_model`.
 
     Raises:
@@ -377,7 +380,8 @@ def open_weights(folder: str, served: Model, config: ResolvedEngine, *, family: 
     path = pathlib.Path(folder)
     if is_converted(path):
         raise CheckpointError(f"{folder} is converted: weights of a running engine are read from a checkpoint")
-    files, model = _describe(folder, str(served.dtype), family, vision=served.vision is not None)
+    more = tuple(map(pathlib.Path, parts))
+    files, model = _describe(folder, str(served.dtype), family, vision=served.vision is not None, parts=more)
     model = shardable_model(model, mesh_for(config))
     if (type(model.module), model.config) != (type(served.module), served.config):
         raise CheckpointError(f"{folder}: config.json describes another model than the served one")
@@ -432,9 +436,10 @@ def _describe(
     family: str = "auto",
     families: Mapping[str, Family] = MappingProxyType({}),
     vision: bool = True,
+    parts: tuple[pathlib.Path, ...] = (),
 ) -> tuple[ModelFiles, Model]:
     dtype = _dtype(dtype)
-    files = open_model_files(model_folder(name))
+    files = dataclasses.replace(open_model_files(model_folder(name)), parts=parts)
     resolved = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
     known = {**find_families(files.config_json, family), **families}
     its = family_for(files.config_json, known)

@@ -21,6 +21,7 @@ from jaxinfer.types import (
     SequenceDelta,
     WeightVersions,
     added_versions,
+    experts_of,
 )
 
 
@@ -118,8 +119,15 @@ def arrays_of(token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -
         np.array([each.token_logprobs for each in extras], np.float32) if first.token_logprobs else None,
         None if first.kept is None else (bounds, np.concatenate(kept)),
         None if first.vocabulary is None else np.stack(_vocabularies(extras)),
-        np.array([each.experts for each in extras], np.int32) if first.experts else None,
+        _routed(positions),
     )
+
+
+def _routed(positions: Sequence[PositionLogprobs | None]) -> Int32[np.ndarray, "positions layers top_k"] | None:
+    found = experts_of(positions)
+    if not found:
+        return None
+    return np.frombuffer(b"".join(each.ids for each in found), np.int32).reshape(len(found), found[0].layers, -1)
 
 
 @dataclasses.dataclass(repr=False)
@@ -153,7 +161,8 @@ class CompletionOutput(ShortRepr):
 
 @dataclasses.dataclass(repr=False)
 class RequestOutput(ShortRepr):
-    """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it."""
+    """Outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, because no token precedes it.
+    ``prompt_positions`` is what `prompt_routed_experts` is made of."""
 
     request_id: str
     prompt: str | None
@@ -161,6 +170,15 @@ class RequestOutput(ShortRepr):
     outputs: list[CompletionOutput]
     seed: int
     prompt_logprobs: list[LogprobsDict | None] | None = None
+    prompt_positions: Sequence[PositionLogprobs | None] = dataclasses.field(
+        default=(), init=False, repr=False, compare=False
+    )
+
+    @property
+    def prompt_routed_experts(self) -> Int32[np.ndarray, "positions layers top_k"] | None:
+        """Experts of all prompt tokens but the last, whose are the first of ``outputs[i].arrays.routed_experts``. None:
+        not requested (``return_routed_experts`` with ``prompt_logprobs``), or there is no such token."""
+        return _routed(self.prompt_positions)
 
     @property
     def finished(self) -> bool:
@@ -239,7 +257,7 @@ class Collector:
     def _take_logprobs(self, output: CompletionOutput, new: OutputDelta) -> None:
         whole = self.output
         if new.prompt_logprobs is not None and whole.prompt_logprobs is None:
-            found = new.prompt_logprobs
+            whole.prompt_positions = found = new.prompt_logprobs
             whole.prompt_logprobs = [None if p is None else candidates_of(p, self._token_text) for p in found]
         if new.logprobs:
             if output.logprobs is None:

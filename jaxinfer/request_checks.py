@@ -77,6 +77,22 @@ def _filters(params: SamplingParams) -> bool:
     return params.temperature == 0 or numbers or params.allowed_token_ids is not None or params.grammar is not None
 
 
+def check_vocabulary(params: SamplingParams, tokens: int, vocab_size: int, most: int | None) -> None:
+    """Reject log probabilities of the whole vocabulary that take more than ``most`` bytes.
+
+    Args:
+        tokens: maximum number of tokens of an output.
+        most: None: no limit.
+
+    Raises:
+        RequestError: the message names the number and the limit.
+    """
+    count = 4 * vocab_size * tokens * params.n
+    if params.logprobs == -1 and most is not None and count > most:
+        size = f"{tokens} tokens, {params.n} outputs, {vocab_size} log probabilities of 4 bytes: {count} bytes"
+        raise RequestError("logprobs", f"=-1 is at most {most} bytes of a request (vocabulary_bytes), not {size}")
+
+
 def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) -> None:
     check_prompt_length(len(prompt), max_model_len)
     check_token_ids("prompt_token_ids", prompt, vocab_size)

@@ -541,6 +541,7 @@ class SamplingLimits:
         masks: the decode programs take token masks, which force tokens.
         training: the engine has outputs for training (``enable_training_outputs``).
         whole: these may be of the whole vocabulary.
+        vocabulary_bytes: bytes of all those of a request; None: any.
         experts: these may be the experts that tokens take.
     """
 
@@ -553,4 +554,5 @@ class SamplingLimits:
     masks: bool = False
     training: bool = False
     whole: bool = False
+    vocabulary_bytes: int | None = None
     experts: bool = False

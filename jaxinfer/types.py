@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxinfer.brief import ShortRepr
@@ -184,6 +184,14 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
+class RoutedExperts(NamedTuple):
+    """Experts that a forward pass took: ids [layers, k] of the layers that have any, int32 in this machine's byte
+    order."""
+
+    layers: int
+    ids: bytes
+
+
 class PositionExtras(NamedTuple):
     """Outputs for training at one position.
 
@@ -191,15 +199,15 @@ class PositionExtras(NamedTuple):
         entropy: in nats; None: not requested, as for the other fields.
         token_logprobs: of the request's ``logprob_token_ids``.
         kept: token ids that the sampler could draw: ascending int32 in this machine's byte order.
-        vocabulary: log probabilities of the whole vocabulary: float32.
-        experts: ids of the experts that the forward pass took, for each layer that has any.
+        vocabulary: log probabilities of the whole vocabulary: float32 in this machine's byte order.
+        experts: experts that the forward pass took.
     """
 
     entropy: float | None = None
     token_logprobs: tuple[float, ...] = ()
     kept: bytes | None = None
     vocabulary: bytes | None = None
-    experts: tuple[tuple[int, ...], ...] = ()
+    experts: RoutedExperts | None = None
 
 
 class PositionLogprobs(NamedTuple):
@@ -208,6 +216,23 @@ class PositionLogprobs(NamedTuple):
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
     extras: PositionExtras | None = None
+
+    @property
+    def weight(self) -> int:
+        """Size in candidates, by which messages with many positions are bounded."""
+        if self.extras is None:
+            return 1 + len(self.top)
+        _, token_logprobs, kept, vocabulary, experts = self.extras
+        ids = b"" if experts is None else experts.ids
+        numbers = len(token_logprobs) + (len(kept or b"") + len(ids)) // 4  # each by itself in some messages
+        return 1 + len(self.top) + numbers // 4 + len(vocabulary or b"") // 64
+
+
+def experts_of(positions: Iterable[PositionLogprobs | None]) -> list[RoutedExperts]:
+    """Return the experts of each position; none if they were not requested. The first position of a prompt has no
+    forward pass before it, and none."""
+    extras = (position.extras for position in positions if position is not None)
+    return [each.experts for each in extras if each is not None and each.experts is not None]
 
 
 WeightVersions = tuple[tuple[int, int], ...]

@@ -109,4 +109,6 @@ class GrpcTarget:
 def _sentence(url: str, cause: grpc.aio.AioRpcError) -> str:
     if cause.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return f"no answer from {url}: {cause.details()}"
+    if cause.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return f"{url} has no service jaxinfer.v1.Inference (UNIMPLEMENTED: {cause.details()})"
     return f"{url} answers {cause.code().name}: {cause.details()}"

@@ -55,6 +55,8 @@ class ResponseParser:
             HttpError: the response is incomplete.
         """
         if not self.done and (self._read != self._body or self._left is not None):
+            if self._read == self._head and self._buffer:
+                _status(self._buffer.decode("latin-1"))
             raise HttpError("the connection ended before the response")
         self.done = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import urllib.parse
@@ -30,8 +31,8 @@ class HttpTarget:
         self._model = access.model or ""
 
     async def open(self) -> Served:
-        response, body = await self._ask("GET", "/models", None)
-        models = _models(body)
+        response, body = await self._ask("GET", "/models", None, self._access.connect_timeout)
+        models = self._models(body)
         if not models:
             raise TargetError(f"{self._access.url} serves no model")
         names = [str(model.get("id")) for model in models]
@@ -50,12 +51,23 @@ class HttpTarget:
         except (ValueError, KeyError, TypeError) as cause:
             raise TargetError(f"{self._access.url} does not tell how many tokens a prompt has") from cause
 
-    async def _ask(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[ResponseParser, bytes]:
-        """Make one small request before the load."""
+    def _models(self, body: bytes) -> list[dict[str, Any]]:
+        try:
+            found = json.loads(body)["data"]
+            return [dict(model) for model in found]
+        except (ValueError, KeyError, TypeError) as cause:
+            why = f"{self._base}/models answers {body[:80]!r}"
+            raise TargetError(f"{self._access.url} has not OpenAI's API: {why}") from cause
+
+    async def _ask(
+        self, method: str, path: str, content: dict[str, Any] | None, seconds: float | None = None
+    ) -> tuple[ResponseParser, bytes]:
+        """Make one small request before the load, within ``seconds``."""
         chunks: list[bytes] = []
         message = self._message(method, path, b"" if content is None else json.dumps(content).encode())
         try:
-            response = await self._pool.exchange(message, lambda status, chunk: chunks.append(chunk))
+            async with asyncio.timeout(seconds):
+                response = await self._pool.exchange(message, lambda status, chunk: chunks.append(chunk))
         except (OSError, TimeoutError, HttpError) as cause:
             raise TargetError(f"no answer from {self._access.url}: {_reason(cause)}") from cause
         body = b"".join(chunks)
@@ -171,14 +183,6 @@ class _Answer:
             raise SendFailed("truncated", "the stream ended without [DONE]")
         cached = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         return Ending(self._finish, self._usage.get("prompt_tokens"), self._usage.get("completion_tokens"), cached)
-
-
-def _models(body: bytes) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(body)["data"]
-        return [dict(model) for model in found]
-    except (ValueError, KeyError, TypeError) as cause:
-        raise TargetError("/v1/models does not answer as OpenAI's API does") from cause
 
 
 def _error_text(body: bytes) -> str:

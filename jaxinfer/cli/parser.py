@@ -60,11 +60,14 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
+        words = [self._dashed(word) for word in (sys.argv[1:] if args is None else args)]
         try:
-            ours = our_words([self._dashed(word) for word in words], self._option_string_actions, self._always)
+            ours = our_words(words, self._option_string_actions, self._always)
         except SettingNameError as error:
             self.refuse(str(error))
+        flags = [word.partition("=")[0] for word in ours if word.startswith("--")]
+        if wrong := [flag for flag in flags if flag not in self._option_string_actions and flag != "--"]:
+            self._refuse(wrong)  # before argparse takes a flag's value for an argument
         found, unknown = self.parse_known_args(ours, namespace)
         if unknown:
             self._refuse(unknown)

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from jaxinfer.client.connect import TLS, checked_target, connection
 from jaxinfer.client.diagnosis import explainer
-from jaxinfer.client.fields import set_field
+from jaxinfer.client.fields import extend, set_field
 from jaxinfer.client.translate import translated, translated_async
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
@@ -217,7 +217,13 @@ class Control(_Connected):
             return read_state(self._stub.WakeUp(pb.WakeUpRequest(tags=tags), **self._settings(timeout)))
 
     def update_weights(
-        self, path: str, *, weight_version: int | None = None, mode: str | None = None, timeout: float | None = None
+        self,
+        path: str,
+        *,
+        weight_version: int | None = None,
+        mode: str | None = None,
+        parts: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> WeightUpdate:
         """Serve new weights, all of them from one step on.
 
@@ -226,12 +232,13 @@ class Control(_Connected):
             weight_version: above that of the served weights (None: by 1).
             mode: see `pause`; "keep": requests go on under the new weights. The default is "wait", or "keep" if the
                 engine is paused.
+            parts: folders with the tensors that ``path`` lacks.
 
         Raises:
             FailedPrecondition: the server reads no weights.
             InvalidRequest: the weights cannot be served; the old ones stay.
         """
-        request = update_request(path, weight_version, mode)
+        request = update_request(path, weight_version, mode, parts)
         with translated(self._explain):
             return read_update(self._stub.UpdateWeights(request, **self._settings(timeout)))
 
@@ -330,10 +337,16 @@ class AsyncControl(_Connected):
             return read_state(await self._stub.WakeUp(pb.WakeUpRequest(tags=tags), **self._settings(timeout)))
 
     async def update_weights(
-        self, path: str, *, weight_version: int | None = None, mode: str | None = None, timeout: float | None = None
+        self,
+        path: str,
+        *,
+        weight_version: int | None = None,
+        mode: str | None = None,
+        parts: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> WeightUpdate:
         """See `Control.update_weights`."""
-        request = update_request(path, weight_version, mode)
+        request = update_request(path, weight_version, mode, parts)
         async with translated_async(self._explain):
             return read_update(await self._stub.UpdateWeights(request, **self._settings(timeout)))
 
@@ -380,9 +393,12 @@ def sleep_request(level: int, tags: Sequence[str], mode: str | None) -> pb.Sleep
     return request
 
 
-def update_request(path: str, weight_version: int | None, mode: str | None) -> pb.UpdateWeightsRequest:
+def update_request(
+    path: str, weight_version: int | None, mode: str | None, parts: Sequence[str]
+) -> pb.UpdateWeightsRequest:
     """Build the message. Raises ValueError: a value that the message cannot carry."""
     request = pb.UpdateWeightsRequest(mode=_mode(mode))
+    extend("parts", request.parts, parts)
     set_field(request, "path", path)
     if weight_version is not None:
         set_field(request, "weight_version", weight_version)

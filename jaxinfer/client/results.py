@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class PositionLogprobs:
         token_logprobs: of the request's ``logprob_token_ids``.
         kept_token_ids: token ids that the sampler could draw, if requested.
         routed_experts: experts that the forward pass took, for each layer that has any, if requested.
+        vocabulary: under ``logprobs=-1``: those of the whole vocabulary by token id, an `array` of float32.
     """
 
     chosen: TokenLogprob
@@ -59,6 +61,7 @@ class PositionLogprobs:
     token_logprobs: Sequence[float] = ()
     kept_token_ids: Sequence[int] = ()
     routed_experts: Sequence[Sequence[int]] = ()
+    vocabulary: Sequence[float] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -371,8 +374,14 @@ def _read_position(position: pb.PositionLogprobs) -> PositionLogprobs:
         position.entropy if position.HasField("entropy") else None,
         tuple(position.token_logprobs),
         tuple(position.kept_token_ids),
-        tuple(tuple(layer.ids) for layer in position.routed_experts),
+        _read_experts(position.routed_experts),
+        array("f", position.vocabulary) if position.vocabulary else (),
     )
+
+
+def _read_experts(routed: pb.RoutedExperts) -> Sequence[Sequence[int]]:
+    ids, top = tuple(routed.ids), len(routed.ids) // max(1, routed.layers)
+    return tuple(ids[first : first + top] for first in range(0, len(ids), top)) if ids else ()
 
 
 def _read_token(token: pb.TokenLogprob) -> TokenLogprob:

@@ -35,8 +35,8 @@ class ExecutionConfig:
         activation_dtype: dtype to which inputs of quantised weights are rounded before a matrix product: "auto": as the
             checkpoint declares; "none": no rounding; "int8": for int8 weights with a scale per channel; "fp8": for FP8
             weights. One scale per token.
-        max_logprobs: maximum number of top logprobs that a request may ask for; -1: up to 20, or offline those of the
-            whole vocabulary, which needs ``enable_training_outputs``.
+        max_logprobs: maximum number of top logprobs that a request may ask for; -1: up to 20, or those of the whole
+            vocabulary, which needs ``enable_training_outputs``.
         enable_training_outputs: requests may ask for ``logprobs_mode``, ``logprob_token_ids``, ``return_entropy``,
             ``return_sampling_mask`` and ``return_routed_experts``. Off: the programs have no such outputs.
         exactness: "exact": batch-invariant: results are bitwise identical whatever else is served; "relaxed": cached
@@ -399,8 +399,6 @@ def _require_dp_attention(config: EngineConfig) -> None:
     for name, why in _NOT_WITH_DP_ATTENTION.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
-    both = "and enable_dp_attention = True exclude each other: its ranks return no more than samples"
-    _require(not config.enable_training_outputs, "enable_training_outputs", True, both)
 
 
 def _require_even_tokens(config: EngineConfig) -> None:

@@ -19,11 +19,12 @@ from jaxinfer.loading import model_folder
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.outputs import CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.api.arrays import arrays_json
+from jaxinfer.serve.api.arrays import arrays_json, expert_ids
 from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.terminal.stats import Clock, measured_bandwidth, report
 from jaxinfer.text import load_template
+from jaxinfer.types import experts_of
 
 _NO_PROMPT = "give --prompt TEXT, --prompt-file FILE or --prompts FILE, or pipe a text in"
 _MOST_TOGETHER = 32
@@ -172,6 +173,8 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
             completion["arrays"] = arrays_json(sample.positions, -math.inf)
         completion["logprobs"] = _logprobs_json(completion["logprobs"])
     fields["prompt_logprobs"] = _logprobs_json(fields["prompt_logprobs"])
+    if experts := experts_of(fields.pop("prompt_positions")):
+        fields["prompt_routed_experts"] = list(map(expert_ids, experts))
     return fields
 
 

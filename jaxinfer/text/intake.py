@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxinfer.formats import json_values
-from jaxinfer.request_checks import check_prompt_length, validate_request
+from jaxinfer.request_checks import check_prompt_length, check_vocabulary, validate_request
 from jaxinfer.sampling_params import (
     PARAMETERS,
     ContextLengthError,
@@ -120,6 +120,7 @@ class Intake:
         # As in other servers: max_tokens beyond the context is clipped, not rejected.
         room = self.max_model_len - len(ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
+        check_vocabulary(params, most, self.vocab_size, self.limits.vocabulary_bytes)
         params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         return Request(request_id, ids, params, stops, bad_words, thinking=self._thinking(ids, params, answers))
 

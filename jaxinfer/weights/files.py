@@ -45,6 +45,7 @@ class ModelFiles:
         renamed: tensor names to read instead, by the names they replace.
         quantized_by: the file that describes the weight quantisation.
         whole_json: contents of config.json as they are; of a wrapped model, those of the wrapper.
+        parts: folders with the tensors that this one lacks.
     """
 
     path: pathlib.Path
@@ -53,6 +54,7 @@ class ModelFiles:
     renamed: Mapping[str, str] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
     quantized_by: str = dataclasses.field(default=CONFIG_FILE, kw_only=True)
     whole_json: Mapping[str, Any] = dataclasses.field(default=MappingProxyType({}), kw_only=True)
+    parts: tuple[pathlib.Path, ...] = dataclasses.field(default=(), kw_only=True)
 
     @functools.cached_property
     def tensors(self) -> Tensors:
@@ -61,7 +63,7 @@ class ModelFiles:
         Raises:
             CheckpointError: see `open_checkpoint`.
         """
-        return open_checkpoint(self.path)
+        return open_checkpoint(self.path, *self.parts)
 
     @property
     def state(self) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -303,6 +304,35 @@ def opened(target: HttpTarget | GrpcTarget) -> Served:
 def test_nobody_there_is_one_sentence(kind: Callable[[int], HttpTarget | GrpcTarget]) -> None:
     with pytest.raises(TargetError, match=r"no answer from .*://127.0.0.1:1: .*refused"):
         opened(kind(1))
+
+
+@pytest.mark.parametrize("answer", [b"<html>hi</html>", b"[1,2]", b'{"data": [1]}', b"\xff"])
+def test_another_site_is_named_with_its_answer(answer: bytes) -> None:
+    ports: list[int] = []
+
+    def use(port: int) -> Awaitable[Served]:
+        ports.append(port)
+        return http(port).open()
+
+    with pytest.raises(TargetError) as caught:
+        answered(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer), use)
+    assert f"http://127.0.0.1:{ports[0]} " in str(caught.value)
+    assert f"/v1/models answers {answer!r}" in str(caught.value)
+
+
+def test_another_protocol_is_named_with_what_it_says() -> None:
+    with pytest.raises(TargetError, match=r"http://127.0.0.1:\d+: 'SSH-2.0-x.*' is not how an HTTP"):
+        answered(b"SSH-2.0-x\r\n", lambda port: http(port).open())
+
+
+def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with pytest.raises(TargetError, match=f"no answer from http://127.0.0.1:{port}: timeout"):
+                await http(port, connect_timeout=0.05).open()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_a_model_that_is_not_served_is_one_sentence() -> None:

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+from jaxinfer.bench import options as bench
 from jaxinfer.cli import chat, compile, control, convert, generate, serve
 from jaxinfer.cli.app import COMMANDS
 from jaxinfer.cli.parser import Parser
@@ -19,6 +20,7 @@ PARSERS = {
     "convert": convert,
     "compile": compile,
     "control": control,
+    "bench": bench,
 }
 
 
@@ -61,6 +63,12 @@ def refusal(capsys, parse, *words: str) -> str:
         ("serve", ["demo", "--max-len", "2"], "did you mean --max-model-len?"),
         ("serve", ["demo", "--max-model-len", "1.3"], "'1.3' is no whole number"),
         ("serve", ["demo", "--max-model-len", "2Q"], "invalid int value: '2Q'"),
+        ("bench", ["--url", "http://localhost:8000"], "--url is not a flag of jaxinfer bench"),
+        (
+            "bench",
+            ["--targte=http://localhost:8000"],
+            "--targte is not a flag of jaxinfer bench: did you mean --target?",
+        ),
         ("control", ["reload"], "invalid choice: 'reload'"),
         ("control", ["abort"], "abort needs the id of a request"),
         ("control", ["stats", "x"], "x is one word too many"),

@@ -161,10 +161,6 @@ def test_invalid_values_are_rejected(llm, given, field):
     [
         ({"max_logprobs": -1}, "max_logprobs"),
         ({"max_logprobs": -2, "enable_training_outputs": True}, "max_logprobs"),
-        (
-            {"enable_training_outputs": True, "enable_dp_attention": True, "expert_parallel_size": 2},
-            "enable_training_outputs",
-        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_rejected(settings, name):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.compilations import count_compilations
 from jaxinfer.layers.moe import layers_of_experts
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
@@ -106,6 +107,36 @@ def test_served_tokens_return_the_experts_of_their_forward_pass(model: Model) ->
         logits = model.apply(model.params, tokens, routed_experts=jnp.asarray(given))
         logprobs = np.asarray(jax.nn.log_softmax(logits))[np.arange(at.start, at.stop), output.token_ids]
         np.testing.assert_allclose(logprobs, output.arrays.logprobs, atol=1e-4)
+
+
+def test_prompts_return_their_experts_too(model: Model) -> None:
+    """With those of the output they are the routing of the whole text, whatever was cached, and however it ran."""
+    settings = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 16, "prefill_sizes": (16,), "num_pages": 6}
+    llm = LLM(model, enable_training_outputs=True, **settings)
+    prompts = [np.random.default_rng(size).integers(1, 60, size).tolist() for size in (37, 1, 20)]
+    params = SamplingParams(
+        temperature=0.8, seed=1, max_tokens=9, return_routed_experts=True, prompt_logprobs=0, ignore_eos=True
+    )
+    with count_compilations() as seen:
+        plain = llm.generate(prompts[0], SamplingParams(max_tokens=1))
+        outputs = llm.generate(prompts, params)
+        (again,) = llm.generate(prompts[0], params)
+    assert seen.count == 0
+    assert plain[0].prompt_routed_experts is None
+    for whole in outputs:
+        prompt, output = whole.prompt_token_ids, whole.outputs[0]
+        tokens = jnp.asarray([*prompt, *output.token_ids][:-1])
+        want = np.asarray(model.routed_experts(model.params, tokens))
+        own, first = output.arrays.routed_experts, whole.prompt_routed_experts
+        assert (first is None) == (len(prompt) == 1)
+        routed = own if first is None else np.concatenate([first, own])
+        assert routed.shape == want.shape
+        assert (routed == want).mean() > 0.98  # `apply` may round a score in a tie otherwise
+        logits = model.apply(model.params, tokens, routed_experts=jnp.asarray(routed))
+        at = np.arange(len(prompt) - 1, len(tokens))
+        logprobs = np.asarray(jax.nn.log_softmax(logits))[at, output.token_ids]
+        np.testing.assert_allclose(logprobs, output.arrays.logprobs, atol=1e-4)
+    assert np.array_equal(again.prompt_routed_experts, outputs[0].prompt_routed_experts)
 
 
 def test_models_without_experts_reject_it() -> None:

@@ -95,6 +95,22 @@ def test_of_two_bounds_on_log_probabilities_the_engines_may_be_the_lower():
     asyncio.run(run())
 
 
+def test_the_whole_vocabulary_is_up_to_the_operator():
+    async def run() -> None:
+        call = Call("Hello", {"logprobs": -1, "max_tokens": 2})
+        async with served(settings={"enable_training_outputs": True}) as s:
+            assert (await refusal(s.frontend, call)).field == "logprobs"
+        settings = {"enable_training_outputs": True, "max_logprobs": -1}
+        room = 4 * s.frontend.card.vocab_size * 2
+        async with served(settings=settings, limits=ServeLimits(vocabulary_bytes=room)) as s:
+            await whole(s.frontend, call)
+            for more in ({"max_tokens": 3}, {"max_tokens": None}, {"n": 2}):
+                longer = Call("Hello", {**call.sampling, **more})
+                assert (await refusal(s.frontend, longer)).field == "logprobs"
+
+    asyncio.run(run())
+
+
 def test_a_list_of_ids_is_no_longer_than_a_text_may_be():
     async def run() -> None:
         async with served(limits=ServeLimits(prompt_characters=10)) as s:

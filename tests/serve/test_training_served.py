@@ -1,5 +1,7 @@
 """Forced tokens and outputs for training over HTTP and gRPC, compared with `LLM`."""
 
+import asyncio
+import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,15 +9,22 @@ import httpx
 import numpy as np
 import pytest
 
-from jaxinfer.client import Client
+from jaxinfer.client import AsyncClient, Client
 from jaxinfer.config import EngineConfig
 from jaxinfer.llm import LLM
 from jaxinfer.outputs import CompletionOutput
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.serve.api.requests import ServeLimits
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live
 
-ENGINE: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 128, "enable_training_outputs": True}
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 2,
+    "max_model_len": 128,
+    "enable_training_outputs": True,
+    "max_logprobs": -1,
+}
+VOCABULARY_BYTES = 1 << 18
 PROMPT = "Once upon a time"
 SAMPLING: dict[str, Any] = {
     "max_tokens": 9,
@@ -31,7 +40,14 @@ MODES = ["raw_logprobs", "processed_logprobs"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    config = ServeConfig(model="demo", grpc_port=0, http_port=0, dtype="float32", engine=EngineConfig(**ENGINE))
+    config = ServeConfig(
+        model="demo",
+        grpc_port=0,
+        http_port=0,
+        dtype="float32",
+        engine=EngineConfig(**ENGINE),
+        limits=ServeLimits(vocabulary_bytes=VOCABULARY_BYTES),
+    )
     with live(config) as found:
         yield found
 
@@ -106,6 +122,65 @@ def test_grpc_has_them(server: Live, llm: LLM, mode: str) -> None:
     ]
 
 
+@pytest.fixture(scope="module")
+def whole(llm: LLM) -> np.ndarray:
+    """Log probabilities of the whole vocabulary: [tokens, vocab]."""
+    found = llm.generate(PROMPT, SamplingParams(**SAMPLING, logprobs=-1, logprobs_mode="processed_logprobs"))
+    vocabulary = found[0].outputs[0].arrays.vocabulary
+    assert vocabulary is not None
+    return vocabulary
+
+
+WHOLE: dict[str, Any] = {**SAMPLING, "logprobs_mode": "processed_logprobs"}
+
+
+def read_vocabulary(texts: list[str]) -> np.ndarray:
+    return np.stack([np.frombuffer(base64.b64decode(text), "<f4") for text in texts])
+
+
+def test_grpc_has_the_whole_vocabulary(server: Live, whole: np.ndarray) -> None:
+    target = f"127.0.0.1:{server.server.grpc_port}"
+    with Client(target) as client:
+        output = client.generate(PROMPT, logprobs=-1, **WHOLE).outputs[0]
+        assert client.model_info().limits["max_vocabulary_bytes"] == VOCABULARY_BYTES
+
+    async def other() -> Any:
+        async with AsyncClient(target) as client:
+            return (await client.generate(PROMPT, logprobs=-1, **WHOLE)).outputs[0]
+
+    for each in (output, asyncio.run(other())):
+        assert np.stack([position.vocabulary for position in each.logprobs]).tobytes() == whole.tobytes()
+        assert all(position.top == [] for position in each.logprobs)
+
+
+def test_http_has_the_whole_vocabulary(server: Live, whole: np.ndarray, llm: LLM) -> None:
+    body = {"prompt": PROMPT, "logprobs": -1, **WHOLE}
+    (choice,) = post(server, "/v1/completions", **body).raise_for_status().json()["choices"]
+    assert read_vocabulary(choice["arrays"]["vocabulary"]).tobytes() == whole.tobytes()
+    assert all(len(each) == 1 for each in choice["logprobs"]["top_logprobs"])
+    answer = post(server, "/v1/completions", stream=True, **body).text
+    lines = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
+    texts = [
+        text
+        for line in lines
+        for each in httpx.Response(200, text=line).json()["choices"]
+        for text in each["arrays"]["vocabulary"]
+    ]
+    assert read_vocabulary(texts).tobytes() == whole.tobytes()
+    messages = [{"role": "user", "content": "Hello"}]
+    (want,) = llm.chat(messages, SamplingParams(**WHOLE, logprobs=-1))
+    chat = {"messages": messages, "logprobs": True, "top_logprobs": -1, **WHOLE}
+    found = post(server, "/v1/chat/completions", **chat).raise_for_status().json()["choices"][0]["arrays"]
+    assert read_vocabulary(found["vocabulary"]).tobytes() == want.outputs[0].arrays.vocabulary.tobytes()
+
+
+def test_responses_have_no_field_for_a_vocabulary(server: Live) -> None:
+    body = {"input": "Hello", "top_logprobs": -1, "include": ["message.output_text.logprobs"]}
+    answer = post(server, "/v1/responses", **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "top_logprobs"
+
+
 def test_every_api_forces_a_trace(server: Live, llm: LLM) -> None:
     trace = [7, 700, 7, 70]
     (want,) = llm.logprobs(PROMPT, trace)
@@ -125,7 +200,11 @@ def test_every_api_forces_a_trace(server: Live, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": -1, "max_tokens": 100}, "logprobs"),
+        ({"logprobs": -1, "max_tokens": 8, "n": 10}, "logprobs"),
+        ({"logprobs": -1, "echo": True, "max_tokens": 1}, "logprobs"),
+        ({"logprobs": -1, "prompt": ["a", "b"], "max_tokens": 1}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
         ({"logprobs_mode": "processed"}, "logprobs_mode"),
         ({"logprob_token_ids": [1] * 129}, "logprob_token_ids"),
         ({"forced_token_ids": [1] * 129}, "forced_token_ids"),
@@ -134,6 +213,6 @@ def test_every_api_forces_a_trace(server: Live, llm: LLM) -> None:
     ],
 )
 def test_what_is_invalid_is_named(server: Live, given: dict[str, Any], field: str) -> None:
-    answer = post(server, "/v1/completions", prompt=PROMPT, **given)
+    answer = post(server, "/v1/completions", **{"prompt": PROMPT, **given})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxinfer.client import Control, InvalidRequest
 from jaxinfer.config import EngineConfig
@@ -199,6 +201,34 @@ def test_what_sleeps_lets_requests_wait_and_wakes_to_the_same_outputs(world):
     assert world.compilations() == 0
 
 
+def test_metrics_and_the_stats_rpc_tell_the_state_of_the_weights(world):
+    def told() -> tuple[dict[str, float], dict[str, Any]]:
+        found = re.findall(r"^jaxinfer:(?:weight|engine)_.*$", world.http.get("/metrics").text, re.MULTILINE)
+        pairs = (line.rsplit(" ", 1) for line in found)
+        scraped = {name.removeprefix("jaxinfer:"): float(value) for name, value in pairs}
+        with Control(f"127.0.0.1:{world.served.server.control_port}", timeout=BOUND) as control:
+            return scraped, control.stats()["weights"]
+
+    def sample(scraped: dict[str, float], name: str, label: str = "") -> float:
+        (value,) = (value for key, value in scraped.items() if key.startswith(name) and label in key)
+        return value
+
+    before, _ = told()
+    version = world.update()
+    scraped, weights = told()
+    assert (sample(scraped, "weight_version"), weights["weight_version"]) == (version, version)
+    assert sample(scraped, "weight_updates_total") == sample(before, "weight_updates_total") + 1 == weights["updates"]
+    assert sample(scraped, "weight_update_seconds_sum") > sample(before, "weight_update_seconds_sum")
+    assert sample(scraped, "engine_paused") == 0
+    world.http.post("/sleep", params={"tags": "kv_cache"})
+    scraped, weights = told()
+    assert (sample(scraped, "engine_paused"), weights["is_paused"], weights["asleep"]) == (1, True, ["kv_cache"])
+    states = [sample(scraped, "engine_sleep_state", f'"{state}"') for state in ("awake", "kv_cache", "weights")]
+    assert states == [0, 1, 0]
+    world.http.post("/wake_up")
+    assert sample(told()[0], "engine_sleep_state", '"awake"') == 1
+
+
 def test_weights_that_cannot_be_served_change_nothing(world):
     before, text = world.version, world.make(PROMPTS[0]).tokens
     for name, change in (("cut", cut), ("other", other_model), ("empty", lambda folder: None)):
@@ -211,6 +241,43 @@ def test_weights_that_cannot_be_served_change_nothing(world):
         ):
             control.update_weights(name)
     assert (world.version, world.make(PROMPTS[0]).tokens) == (before, text)
+
+
+def test_parts_of_a_checkpoint_are_served_together(world):
+    """As two updates over HTTP, and as one over gRPC; a tensor that no part has, or two have, changes nothing."""
+    source = world.root / "b"
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    for folder, some in (("b1", names[::2]), ("b2", names[1::2]), ("b3", names[1:4])):
+        (world.root / folder).mkdir()
+        save_file({name: tensors[name] for name in some}, world.root / folder / "model.safetensors")
+    (world.root / "b1" / "config.json").write_bytes((source / "config.json").read_bytes())
+    if world.version % 2:
+        world.update()
+    before, text = world.version, world.make(PROMPTS[0]).tokens
+    world.http.post("/start_weight_update")
+    for folder in ("b1", "b3"):
+        assert world.http.post("/update_weights", json={"path": folder}).json()["weight_version"] == before
+    answer = world.http.post("/finish_weight_update")
+    assert answer.status_code == 400
+    assert any(name in answer.json()["error"]["message"] for name in names)
+    with Control(f"127.0.0.1:{world.served.server.control_port}", timeout=BOUND) as control:
+        world.http.post("/start_weight_update")
+        for folder in ("b1", "b2"):
+            world.http.post("/update_weights", json={"path": folder})
+        made = world.make(PROMPTS[0])
+        assert (made.tokens, made.ranges[0][0]) == (text, before)
+        assert world.http.post("/finish_weight_update").json()["weight_version"] == before + 1
+        parts = world.http.get("/weight_info", params={"checksums": "true"}).json()["checksums"]
+        new = world.make(PROMPTS[0]).tokens
+        with pytest.raises(InvalidRequest, match=r"is in .*b1 and in .*b1"):
+            control.update_weights("b1", parts=["b1", "b2"])
+        assert control.update_weights("b1", parts=["b2"]).weight_version == before + 2
+        assert dict(control.weight_info(checksums=True).checksums) == parts
+    assert world.make(PROMPTS[0]).tokens == new
+    world.update()  # to the whole folder
+    assert world.http.get("/weight_info", params={"checksums": "true"}).json()["checksums"] == parts
+    assert world.compilations() == 0
 
 
 def cut(folder: pathlib.Path, source: pathlib.Path) -> None:

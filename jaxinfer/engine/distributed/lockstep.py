@@ -25,6 +25,7 @@ from jaxinfer.engine.execution.commands import (
     DecodeBatch,
     Executor,
     PrefillBatch,
+    PromptNumbers,
     as_text,
     idle_batch,
     with_rows,
@@ -33,7 +34,7 @@ from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.encoder import text_part
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params, put_part, targets_of
 from jaxinfer.engine.execution.prepare import Prepared
-from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.engine.execution.stages import Stage, returns_experts
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes
@@ -42,7 +43,8 @@ from jaxinfer.parallel.arrays import overlaid, placed_like, zeros
 from jaxinfer.parallel.dp_attention import joined, of_ranks, rank_sharding
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, slot_specs
-from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
+from jaxinfer.sampling import Extras, HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
+from jaxinfer.sampling.training import WIDTH as ASKS
 from jaxinfer.types import VISION
 
 
@@ -94,9 +96,11 @@ class RankExecutor(Executor):
     def _run(self, command: Command[Any]) -> Any:
         match command:
             case commands.Decode():
-                return self._ask(command, _awaited(Sampled)._replace(logprobs=_awaited(Logprobs), extras=None))
+                return self._ask(
+                    command, _awaited(Sampled)._replace(logprobs=_awaited(Logprobs), extras=self._extras())
+                )
             case commands.PrefillLogprobs():
-                return self._ask(command, _awaited(Logprobs))
+                return self._ask(command, PromptNumbers(_awaited(Logprobs), self._routed()))
             case commands.Prefill() | commands.CopyPages() | commands.SetSlots() | commands.AdmitSlot():
                 return self._ask(command, None)
             case commands.LoadLora() | commands.Encode():
@@ -113,6 +117,12 @@ class RankExecutor(Executor):
             case commands.DropSnapshots(snapshots):
                 return [self._snapshots.pop(number, None) for number in snapshots]
         raise TypeError(f"no rank runs {command!r}")
+
+    def _extras(self) -> Extras | None:
+        return _awaited(Extras)._replace(routed=self._routed()) if self._all.asks else None
+
+    def _routed(self) -> Any:
+        return Awaited() if self._all.routed else None
 
     def _ask(self, command: Command[Any], awaiting: Any) -> Any:
         self.pending[type(command)].append((command, awaiting))
@@ -166,6 +176,9 @@ class Lockstep:
         ranks: executors for the engines of the ranks.
         programs: compiled programs over arrays of all ranks (`jaxinfer.parallel.dp_attention`).
         size_classes: see `Calibration`: chunks of sizes with equal numbers may run in one program.
+        asks: by number of rows of a rank, what the ranks' rows ask of the outputs for training if none does; empty: the
+            programs have no such outputs.
+        routed: programs return experts.
     """
 
     def __init__(self, prepared: Prepared, mesh: Mesh, progress: CompileProgress | None = None) -> None:
@@ -188,6 +201,9 @@ class Lockstep:
         self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
         self._idle = self._idle_operands()
+        sizes = engine.decode_sizes if engine.enable_training_outputs else ()
+        self.asks = {rows: self._placed(np.zeros((count * rows, ASKS), np.int32)) for rows in sizes}
+        self.routed = returns_experts(model.params, engine)
         self._model = stage.without_weights().model
 
     def _placed(self, tree: Any) -> Any:
@@ -423,13 +439,13 @@ class Lockstep:
                 loras[:count] = batch.loras
         return wide
 
-    def _prefill_logprobs(self, pending: list[tuple[commands.PrefillLogprobs, Logprobs] | None]) -> None:
+    def _prefill_logprobs(self, pending: list[tuple[commands.PrefillLogprobs, PromptNumbers] | None]) -> None:
         size = self._engine.prefill_sizes[-1]
         programs, params, packed = self._programs([self._chunks(one and one[0].batch, 1, size) for one in pending])
         nothing = np.zeros(size, np.int32)
         following = joined([one[0].following if one else nothing for one in pending])
-        self.pools, logprobs = programs.prefill_logprobs(params, self.pools, joined(packed), self.images, following)
-        self._deal(logprobs, pending, size)
+        self.pools, numbers = programs.prefill_logprobs(params, self.pools, joined(packed), self.images, following)
+        self._deal(numbers, pending, size)
 
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
         """Run as many rows per rank as the rank with the most rows needs."""
@@ -438,10 +454,18 @@ class Lockstep:
         batches = [idle if one is None else with_rows(one[0].batch, like=idle) for one in pending]
         programs, params, packed = self._programs(batches)
         state = StepState(list(self.pools), self.last_tokens, self.sampler)
-        nothing = (None,) * 4  # hidden states, drafts, masks, outputs for training
-        state, sampled = programs.decode[rows](params, self._slots, state, joined(packed), *nothing)
+        asks = self._asks([None if one is None else one[0].asks for one in pending], rows)
+        nothing = (None,) * 3  # hidden states, drafts, masks
+        state, sampled = programs.decode[rows](params, self._slots, state, joined(packed), *nothing, asks)
         self.pools, self.last_tokens, self.sampler, _ = state
         self._deal(sampled, pending, rows)
+
+    def _asks(self, asks: Sequence[Int32[np.ndarray, "_ asks"] | None], rows: int) -> Any:
+        """Join what the ranks' rows ask of the outputs for training, for ``rows`` of each rank."""
+        if all(own is None for own in asks):
+            return self.asks.get(rows)
+        wide = [np.zeros((0, ASKS), np.int32) if own is None else own for own in asks]
+        return joined([np.pad(own, ((0, rows - len(own)), (0, 0))) for own in wide])
 
     def _deal(self, results: Any, pending: Sequence[Any], rows: int) -> None:
         """Hand each waiting rank its rows of the results."""

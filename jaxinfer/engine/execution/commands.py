@@ -206,7 +206,15 @@ class Prefill(Command[None]):
     batch: PrefillBatch
 
 
-class PrefillLogprobs(Command[Logprobs]):
+class PromptNumbers(NamedTuple):
+    """What a chunk returns of its prompt: log probabilities of the tokens that follow, and the experts of the chunk's
+    own tokens in each layer that has any; None: the engine does not return them."""
+
+    logprobs: Logprobs
+    routed: Int32[Array, "chunk layers top_k"] | None = None
+
+
+class PrefillLogprobs(Command[PromptNumbers]):
     """Compute one chunk of the largest size, and the log probability of each token ``following`` in the prompt."""
 
     batch: PrefillBatch

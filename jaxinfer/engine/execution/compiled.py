@@ -272,13 +272,15 @@ class _Work:
                 jobs[name] = _Job(many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._entering(largest), self._ints(largest))
-        with_logprobs = make_prefill_logprobs(self.stage, engine.top_logprobs, backend, spread_tokens=spread)
+        with_logprobs = make_prefill_logprobs(
+            self.stage, engine.top_logprobs, backend, spread_tokens=spread, routed=self._routed
+        )
         jobs["prefill_logprobs"] = _Job(with_logprobs, prompt, 1, (pages, out), loops, batch=2)
         return jobs | self._prefill_jobs(make_prefill(self.stage, backend, spread_tokens=spread), pages)
 
     @property
     def _routed(self) -> bool:
-        """Whether decode programs return experts."""
+        """Whether programs return experts."""
         return returns_experts(self.stage.model.params, self.engine)
 
     def _with_adapters(self, job: _Job) -> _Job:

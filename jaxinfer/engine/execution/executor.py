@@ -17,7 +17,15 @@ from jaxtyping import Array, Int32, UInt8
 from jaxinfer.compilations import digest_of
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, HeadBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import (
+    Command,
+    DecodeBatch,
+    DraftBatch,
+    Executor,
+    HeadBatch,
+    PrefillBatch,
+    PromptNumbers,
+)
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.encoder import abstract_cache, text_part
 from jaxinfer.engine.execution.placement import (
@@ -421,16 +429,16 @@ class LocalExecutor:
             filled = run.prefill[size, count](params, last.pools, seen, arriving)
             last.pools = self._head_prefill(batch, filled)
 
-    def _prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
+    def _prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> PromptNumbers:
         self._draft_prefill(batch)
         arriving = self._chunks_through(batch)
         if not self.microbatches:
-            return _ELSEWHERE.logprobs
+            return PromptNumbers(_ELSEWHERE.logprobs)
         last = self.runtimes[-1]
         run, params, seen = last.programs(batch._replace(following=None))
-        filled, logprobs = run.prefill_logprobs(params, last.pools, seen, arriving, following)
+        filled, numbers = run.prefill_logprobs(params, last.pools, seen, arriving, following)
         last.pools = self._head_prefill(batch, filled)
-        return logprobs
+        return cast(PromptNumbers, numbers)
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
         seen = batch._replace(following=None)  # `following` is for a draft head only

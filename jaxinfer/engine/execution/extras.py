@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -13,7 +12,7 @@ from jaxinfer.engine.scheduling.plan import DecodePlan
 from jaxinfer.sampling import Sampled
 from jaxinfer.sampling.training import WIDTH, Extras, asks_of
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import PositionExtras, PositionLogprobs
+from jaxinfer.types import PositionExtras, PositionLogprobs, RoutedExperts
 
 _WANTS: Mapping[str, Callable[[SamplingParams], bool]] = {
     "entropy": lambda params: params.return_entropy,
@@ -36,7 +35,7 @@ def asks_of_rows(rows: Sequence[DecodePlan], count: int) -> Int32[np.ndarray, "r
     return asks
 
 
-def wanted_arrays(rows: Sequence[DecodePlan], sampled: Sampled) -> list[jax.Array]:
+def wanted_arrays(rows: Sequence[DecodePlan], sampled: Sampled) -> list[Any]:
     """Return the arrays of the extras that a row asks for."""
     if sampled.extras is None:
         return []
@@ -57,6 +56,18 @@ def with_extras(
     ]
 
 
+def with_experts(
+    positions: Sequence[PositionLogprobs], routed: Int32[np.ndarray, "positions layers top_k"]
+) -> list[PositionLogprobs]:
+    """Return the log probabilities of prompt tokens with the experts of their forward passes."""
+    pairs = zip(positions, routed, strict=True)
+    return [each._replace(extras=PositionExtras(experts=_experts(rows))) for each, rows in pairs]
+
+
+def _experts(routed: Int32[np.ndarray, "layers top_k"]) -> RoutedExperts:
+    return RoutedExperts(len(routed), routed.tobytes())
+
+
 def _extras(row: DecodePlan, extras: Extras, host: dict[str, np.ndarray]) -> PositionExtras | None:
     params, place = row.sequence.params, row.row
 
@@ -75,7 +86,7 @@ def _extras(row: DecodePlan, extras: Extras, host: dict[str, np.ndarray]) -> Pos
         () if ids is None else tuple(ids[: len(params.logprob_token_ids or ())].tolist()),
         None if kept is None else _ids_of(kept).tobytes(),
         None if whole is None else whole.tobytes(),
-        () if routed is None else tuple(map(tuple, routed.tolist())),
+        None if routed is None else _experts(routed),
     )
 
 

@@ -19,19 +19,20 @@ from jaxinfer.engine.execution.commands import (
     Executor,
     HeadBatch,
     PrefillBatch,
+    PromptNumbers,
     SamplerSnapshot,
     SnapshotNumbers,
     as_text,
 )
 from jaxinfer.engine.execution.encoder import encode_command
-from jaxinfer.engine.execution.extras import asks_of_rows, wanted_arrays, with_extras
+from jaxinfer.engine.execution.extras import asks_of_rows, wanted_arrays, with_experts, with_extras
 from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import Branch, DecodePlan, Draft, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.store import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, transfers
 from jaxinfer.models.vision.tower import Vision
-from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
+from jaxinfer.sampling import HostSlots, Sampled, SamplingLimits
 from jaxinfer.spec.drafter import path_of
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
@@ -46,7 +47,7 @@ class Launched:
     plan: StepPlan
     sampled: Sampled | None
     ran: jax.Array | None
-    prompt: list[Logprobs | None]
+    prompt: list[PromptNumbers | None]
     drafted: jax.Array | None = None
 
 
@@ -196,9 +197,11 @@ class Runner:
 
     # ---- prompts
 
-    def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
+    def _prefills(self, plans: list[PrefillPlan]) -> list[PromptNumbers | None]:
         """Launch all chunks, several in one program where there is a wide one for their size."""
-        results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
+        results: list[PromptNumbers | None] = [
+            self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans
+        ]
         wide = self._prefill_batches
         for plain in self._together([plan for plan in plans if not plan.logprobs]):
             for group in group_chunks([plan.chunk.size for plan in plain], wide):
@@ -221,7 +224,7 @@ class Runner:
             chunks[plan.sequence] += 1
         return list(turns.values())
 
-    def _prefill_logprobs(self, plan: PrefillPlan) -> Logprobs:
+    def _prefill_logprobs(self, plan: PrefillPlan) -> PromptNumbers:
         start, length, size = plan.chunk
         following = np.zeros(size, np.int32)
         following[:length] = plan.sequence.prompt[start + 1 : start + length + 1]
@@ -447,13 +450,17 @@ def row_logprobs(
     return each
 
 
-def prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
-    """Return log probabilities of each prompt token that follows a token of the chunk."""
+def prompt_logprobs(plan: PrefillPlan, result: PromptNumbers) -> list[PositionLogprobs]:
+    """Return log probabilities of each prompt token that follows a token of the chunk, with the experts of the token
+    before it if they were requested."""
     start, length, _ = plan.chunk
     following, top = plan.sequence.prompt[start + 1 : start + length + 1], plan.sequence.params.prompt_logprobs
     assert top is not None
-    (positions,) = _positions([np.asarray(x)[None, :length] for x in result], top)
-    return [_record(token, top, *at) for token, at in zip(following, positions, strict=True)]
+    (positions,) = _positions([np.asarray(x)[None, :length] for x in result.logprobs], top)
+    found = [_record(token, top, *at) for token, at in zip(following, positions, strict=True)]
+    if result.routed is None or not plan.sequence.params.return_routed_experts:
+        return found
+    return with_experts(found, np.asarray(result.routed)[:length])
 
 
 def _positions(fields: list[np.ndarray], top: int) -> Iterator[list[tuple[float, int, list[int], list[float]]]]:

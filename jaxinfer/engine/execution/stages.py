@@ -22,6 +22,8 @@ from jaxinfer.parallel.arrays import abstract
 from jaxinfer.quant import Unquantized, is_stored
 from jaxinfer.types import ParamTree
 
+_Tapped = tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -85,17 +87,18 @@ class Stage:
         return isinstance(self.model.module, DraftHead)
 
     def routed(
-        self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any
-    ) -> tuple[tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any], Int[Array, "*batch layers top_k"]]:
-        """Compute as `tapped`, of a whole model; also the experts of each position, for each layer that has any."""
+        self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any, *, experts: bool
+    ) -> tuple[_Tapped, Int[Array, "*batch layers top_k"] | None]:
+        """Compute as `tapped`, of a whole model; also the experts of each position, for each layer that has any, if
+        ``experts``."""
+        if not experts:
+            return self.tapped(params, x, positions, attend, pools), None
         (hidden, pools), sown = self.backbone(params, x, positions, attend, pools, mutable=["features", "routing"])
         own = sown.get("features", {}).get("taps", ())
         features = jnp.concatenate(own, axis=-1) if own else hidden
         return (hidden, features, pools), sown_experts(sown["routing"])
 
-    def tapped(
-        self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any
-    ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]:
+    def tapped(self, params: Any, x: Array | Merged, positions: Positions, attend: Attend, pools: Any) -> _Tapped:
         """Compute as `backbone`; also the features of each position: inputs of tapped layers, else the hidden states.
         Features of earlier stages arrive after the hidden states."""
         if not getattr(self.model.module, "taps", ()):

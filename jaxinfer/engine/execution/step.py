@@ -14,7 +14,7 @@ from jax import lax
 from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch, PromptNumbers
 from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, copy_pages, pages_of, with_pages
@@ -53,7 +53,7 @@ class StepState(NamedTuple):
     features: Float[Array, "rows window width"] | None = None
 
 
-for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled, Logprobs, Extras):
+for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled, Logprobs, Extras, PromptNumbers):
     # A program loaded from an earlier start returns these types under these names.
     register_namedtuple_serialization(_result, serialized_name=f"{_result.__module__}.{_result.__name__}")
 
@@ -115,7 +115,7 @@ def make_pass_programs(
         return pools, stage.handed(hidden, features)
 
     def prefill(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> Any:
-        pools, hidden, features = chunks(params, pools, batch, arriving)
+        pools, hidden, features, _ = chunks(params, pools, batch, arriving)
         return pools, stage.handed(hidden, features)
 
     return decode, prefill
@@ -176,11 +176,8 @@ def make_decode(
         owners = batch.owners if spec.stateful else None
         turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
-        if routed:
-            (hidden, features, pools), experts = stage.routed(params, x, _row_positions(batch), attend, state.pools)
-        else:
-            hidden, features, pools = stage.tapped(params, x, _row_positions(batch), attend, state.pools)
-            experts = None
+        tapped, experts = stage.routed(params, x, _row_positions(batch), attend, state.pools, experts=routed)
+        hidden, features, pools = tapped
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         at, done = batch.positions + 1, batch.generated
@@ -258,10 +255,12 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens[:rows]))
 
 
-def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[Pool], Any, Any]]:
+def _chunks(
+    stage: Stage, backend: Wish, spread_tokens: bool, *, routed: bool = False
+) -> Callable[..., tuple[list[Pool], Any, Any, Any]]:
     spec = stage.model.cache_spec
 
-    def chunks(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> tuple[list[Pool], Any, Any]:
+    def chunks(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> tuple[list[Pool], Any, Any, Any]:
         attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend, batch.ends)
         index = jnp.arange(batch.tokens.shape[1])
         at = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1).reshape(-1)
@@ -269,8 +268,8 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
         # Chunks end to end: the matrix products see one matrix.
         x = _entering(batch, arriving) if stage.first else arriving
         with tokens_spread(spread_tokens):
-            hidden, features, pools = stage.tapped(params, x, positions, attend, pools)
-        return pools, hidden, features
+            (hidden, features, pools), experts = stage.routed(params, x, positions, attend, pools, experts=routed)
+        return pools, hidden, features, experts
 
     return chunks
 
@@ -294,25 +293,26 @@ def make_prefill(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = 
     chunks = _chunks(stage, backend, spread_tokens)
 
     def prefill(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any = None) -> Any:
-        pools, _, features = chunks(params, pools, batch, arriving)
+        pools, _, features, _ = chunks(params, pools, batch, arriving)
         return (pools, features) if stage.prompts else pools
 
     return prefill
 
 
 def make_prefill_logprobs(
-    stage: Stage, max_logprobs: int, backend: Wish = "auto", *, spread_tokens: bool = False
-) -> Callable[..., tuple[Any, Logprobs]]:
-    """Make the program of a chunk that also returns the log probabilities of its tokens."""
-    chunks = _chunks(stage, backend, spread_tokens)
+    stage: Stage, max_logprobs: int, backend: Wish = "auto", *, spread_tokens: bool = False, routed: bool = False
+) -> Callable[..., tuple[Any, PromptNumbers]]:
+    """Make the program of a chunk that also returns the log probabilities of its tokens, and if ``routed`` their
+    experts."""
+    chunks = _chunks(stage, backend, spread_tokens, routed=routed)
 
     def prefill_logprobs(
         params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
-    ) -> tuple[Any, Logprobs]:
-        pools, hidden, features = chunks(params, pools, batch, arriving)
+    ) -> tuple[Any, PromptNumbers]:
+        pools, hidden, features, experts = chunks(params, pools, batch, arriving)
         logits = gathered_logits(stage.head(params, hidden))
         filled = (pools, features) if stage.prompts else pools
-        return filled, prompt_logprobs(logits, following, max_logprobs)
+        return filled, PromptNumbers(prompt_logprobs(logits, following, max_logprobs), experts)
 
     return prefill_logprobs
 

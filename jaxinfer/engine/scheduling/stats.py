@@ -94,6 +94,23 @@ class HistogramRecorder:
         return Histogram(self._bounds, tuple(self._counts.tolist()), self._sum)
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightStats:
+    """Weights of an engine that operators change.
+
+    Attributes:
+        version: version of the served weights; 0: those of the start.
+        paused: nothing is computed until it is resumed.
+        asleep: what has no memory: "kv_cache", "weights".
+        update_time: seconds of placing and exchanging new weights, one observation for each update.
+    """
+
+    version: int
+    paused: bool
+    asleep: Sequence[str]
+    update_time: Histogram
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Snapshot of the engine's figures. Counters count since the start, in tokens unless stated otherwise.
@@ -103,6 +120,7 @@ class EngineStats:
         waiting: sequences without a slot, by reason.
         kv: page usage, None where the caller gave none.
         loras: adapters, None where none are served.
+        weights: their version, pauses and sleep; None where no server serves the engine.
         compilations: programs compiled since the engine was ready; anything but 0 is a bug.
         prompt_tokens: tokens of the prompts that were given a slot, once per request.
         generated_tokens: all returned tokens.
@@ -123,6 +141,7 @@ class EngineStats:
     waiting: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     kv: KVUsage | None = None
     loras: LoRAUsage | None = None
+    weights: WeightStats | None = None
     compilations: int = 0
     prompt_tokens: int
     generated_tokens: int

@@ -37,7 +37,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts", "drafts", "draft_accepted_at", "lora_usage")
+    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts", "drafts", "draft_accepted_at", "lora_usage", "weights")
     class WaitingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class Stats(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
     LORA_USAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     state: str
     running: int
     waiting: _containers.ScalarMap[str, int]
@@ -102,7 +103,22 @@ class Stats(_message.Message):
     drafts: int
     draft_accepted_at: _containers.RepeatedScalarFieldContainer[int]
     lora_usage: LoraUsage
-    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., lora_usage: _Optional[_Union[LoraUsage, _Mapping]] = ...) -> None: ...
+    weights: WeightStats
+    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., lora_usage: _Optional[_Union[LoraUsage, _Mapping]] = ..., weights: _Optional[_Union[WeightStats, _Mapping]] = ...) -> None: ...
+
+class WeightStats(_message.Message):
+    __slots__ = ("weight_version", "is_paused", "asleep", "updates", "update_seconds")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    weight_version: int
+    is_paused: bool
+    asleep: _containers.RepeatedScalarFieldContainer[str]
+    updates: int
+    update_seconds: float
+    def __init__(self, weight_version: _Optional[int] = ..., is_paused: bool = ..., asleep: _Optional[_Iterable[str]] = ..., updates: _Optional[int] = ..., update_seconds: _Optional[float] = ...) -> None: ...
 
 class LoraUsage(_message.Message):
     __slots__ = ("loaded", "slots", "slots_used", "loads", "evictions", "running", "waiting")
@@ -309,14 +325,16 @@ class WakeUpRequest(_message.Message):
     def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "weight_version", "mode")
+    __slots__ = ("path", "weight_version", "mode", "parts")
     PATH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     path: str
     weight_version: int
     mode: PauseMode
-    def __init__(self, path: _Optional[str] = ..., weight_version: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, path: _Optional[str] = ..., weight_version: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("state", "bytes", "seconds")

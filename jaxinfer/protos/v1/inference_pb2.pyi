@@ -382,20 +382,30 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
-    __slots__ = ("chosen", "top", "entropy", "token_logprobs", "kept_token_ids", "routed_experts")
+    __slots__ = ("chosen", "top", "entropy", "token_logprobs", "kept_token_ids", "vocabulary", "routed_experts")
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     chosen: TokenLogprob
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     entropy: float
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     kept_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    routed_experts: _containers.RepeatedCompositeFieldContainer[TokenIds]
-    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., entropy: _Optional[float] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ..., routed_experts: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
+    vocabulary: bytes
+    routed_experts: RoutedExperts
+    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., entropy: _Optional[float] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ..., vocabulary: _Optional[bytes] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("layers", "ids")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")
@@ -510,7 +520,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., defaults: _Optional[_Union[SamplingParams, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., engine: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_n", "max_logprobs", "max_stop_strings", "max_stop_characters", "max_stop_token_ids", "max_bad_words", "max_logit_bias", "max_prompt_characters", "max_message_bytes", "max_image_bytes", "max_image_pixels")
+    __slots__ = ("max_n", "max_logprobs", "max_stop_strings", "max_stop_characters", "max_stop_token_ids", "max_bad_words", "max_logit_bias", "max_prompt_characters", "max_message_bytes", "max_image_bytes", "max_image_pixels", "max_vocabulary_bytes")
     MAX_N_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -522,6 +532,7 @@ class Limits(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    MAX_VOCABULARY_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_n: int
     max_logprobs: int
     max_stop_strings: int
@@ -533,4 +544,5 @@ class Limits(_message.Message):
     max_message_bytes: int
     max_image_bytes: int
     max_image_pixels: int
-    def __init__(self, max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_characters: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_prompt_characters: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_image_pixels: _Optional[int] = ...) -> None: ...
+    max_vocabulary_bytes: int
+    def __init__(self, max_n: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_characters: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_prompt_characters: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_image_pixels: _Optional[int] = ..., max_vocabulary_bytes: _Optional[int] = ...) -> None: ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.types import PositionExtras, PositionLogprobs
+from jaxinfer.types import PositionExtras, PositionLogprobs, RoutedExperts, experts_of
 
 
 def kept_ids(extras: PositionExtras) -> list[int]:
@@ -15,7 +16,8 @@ def kept_ids(extras: PositionExtras) -> list[int]:
 
 
 def arrays_json(positions: Sequence[PositionLogprobs], lowest: float) -> dict[str, Any]:
-    """Return the arrays of an output, or of a part of it, by the names of `jaxinfer.outputs.TokenArrays`.
+    """Return the arrays of an output, or of a part of it, by the names of `jaxinfer.outputs.TokenArrays`. Those of the
+    whole vocabulary are float32, little-endian, in base64: one text for each position, also with infinities.
 
     Args:
         lowest: replaces smaller log probabilities: JSON has no infinity.
@@ -32,6 +34,15 @@ def arrays_json(positions: Sequence[PositionLogprobs], lowest: float) -> dict[st
             indices += kept_ids(each)
             indptr.append(len(indices))
         found["sampling_mask"] = {"indptr": indptr, "indices": indices}
-    if extras and extras[0].experts:
-        found["routed_experts"] = [each.experts for each in extras]
+    if extras and extras[0].vocabulary is not None:
+        found["vocabulary"] = [base64.b64encode(each.vocabulary or b"").decode() for each in extras]
+    if experts := experts_of(positions):
+        found["routed_experts"] = list(map(expert_ids, experts))
     return found
+
+
+def expert_ids(experts: RoutedExperts) -> list[list[int]]:
+    """Return the ids of the experts of each layer."""
+    ids = array("i", experts.ids).tolist()
+    top = len(ids) // experts.layers
+    return [ids[first : first + top] for first in range(0, len(ids), top)]

@@ -114,6 +114,8 @@ class ServeLimits:
         score_continuations: continuations of one Score call.
         image_bytes: bytes of one image file; in a body, base64 makes them a third more.
         image_pixels: pixels of one image, as its header tells them, before it is resized.
+        vocabulary_bytes: bytes of all log probabilities of one request with ``logprobs=-1``: 4 for each token of the
+            vocabulary at each position of each output.
     """
 
     n: int = 128
@@ -130,6 +132,7 @@ class ServeLimits:
     score_continuations: int = 64
     image_bytes: int = 10 << 20
     image_pixels: int = 1 << 26
+    vocabulary_bytes: int = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,14 +75,14 @@ def build(settings: CoreSettings, report: Report) -> Built:
     return Built(engine, card, str(folder), profiler, journals, served, read)
 
 
-def read_weights(served: ServedModel, settings: CoreSettings, folder: str) -> Model:
+def read_weights(served: ServedModel, settings: CoreSettings, folder: str, *parts: str) -> Model:
     """Open new weights for a served model, see `open_weights`.
 
     Raises:
         RequestError: they cannot be served.
     """
     try:
-        return open_weights(folder, served.model, served.engine.config, family=settings.family)
+        return open_weights(folder, served.model, served.engine.config, parts=parts, family=settings.family)
     except (*LOADING_ERRORS, EngineConfigError, OSError) as error:
         raise RequestError("path", f": {error}") from error
 

@@ -7,6 +7,7 @@ import bisect
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import queue
 import threading
@@ -15,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.engine.core import EngineCore, Pace, PauseMode
-from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats, HistogramRecorder, WeightStats
 from jaxinfer.lora.store import LoadedLoRA, LoRAError, LoRAStore
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.api.streams import Closed, DeltaStream, EngineDeadError
@@ -117,6 +118,7 @@ class AsyncEngine:
         self._since: float | None = None  # start of the current activity, monotonic seconds; None: idle
         self._retained = collections.Counter[LoRARef]()
         self._changing = threading.Lock()  # held by the change of weights or memory that is in progress
+        self._updates = HistogramRecorder()  # seconds of updates of weights
         self._pauses = Pauses(engine, self._abort_all, weights)
 
     # ---- lifecycle
@@ -202,11 +204,15 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """Return engine statistics, taken between two steps."""
-        return await self._ask(self._engine.stats)
+        return await self._ask(self._stats)
 
     def stats_now(self, timeout: float | None = None) -> EngineStats:
         """Return `stats` to a thread without an event loop; TimeoutError if no step ends within ``timeout`` seconds."""
-        return self._post(self._engine.stats).result(timeout)
+        return self._post(self._stats).result(timeout)
+
+    def _stats(self) -> EngineStats:
+        weights = WeightStats(self.weight_version, self.is_paused, self.asleep, self._updates.snapshot())
+        return dataclasses.replace(self._engine.stats(), weights=weights)
 
     async def reset_prefix_cache(self) -> int:
         """See `Backend.reset_prefix_cache`."""
@@ -274,7 +280,9 @@ class AsyncEngine:
             served.require_version(version)
             staged = await asyncio.to_thread(_staged, served, weights, options)
             mode = mode or ("keep" if self.is_paused else "wait")
-            return await self._change(mode, functools.partial(served.commit, staged, version))
+            made = await self._change(mode, functools.partial(served.commit, staged, version))
+            self._updates.observe(made.seconds)
+            return made
 
     async def set_weight_version(self, version: int) -> None:
         """Number the served weights anew. Raises RequestError unless the version is greater."""

@@ -391,6 +391,20 @@ def deltas_of(numbered: Iterable[tuple[int, SequenceDelta]]) -> Deltas:
     return Deltas(streams, indexes, tokens, others, versions[0][0] if versions else 0)
 
 
+def split(deltas: Deltas) -> list[Deltas]:
+    """Split the deltas of one step: each with log probabilities of the whole vocabulary gets a message of its own."""
+    large = [pair for pair in deltas.others if _has_vocabulary(pair[1])]
+    if not large:
+        return [deltas]
+    deltas.others = [pair for pair in deltas.others if not _has_vocabulary(pair[1])]
+    return [deltas, *(Deltas((), (), (), [pair]) for pair in large)]
+
+
+def _has_vocabulary(delta: SequenceDelta) -> bool:
+    extras = delta.logprobs[0].extras if delta.logprobs else None
+    return extras is not None and extras.vocabulary is not None
+
+
 def is_large(delta: SequenceDelta) -> bool:
     """Whether the prompt log probabilities are too many for one message."""
     known = delta.prompt_logprobs
@@ -410,4 +424,4 @@ def parts(number: int, delta: SequenceDelta) -> Iterator[Part]:
 
 def _positions_at_once(positions: Sequence[PositionLogprobs | None]) -> int:
     widest = positions[-1]  # all positions have the same number; the first token has none
-    return MOST_CANDIDATES if widest is None else max(1, MOST_CANDIDATES // (1 + len(widest.top)))
+    return MOST_CANDIDATES if widest is None else max(1, MOST_CANDIDATES // widest.weight)

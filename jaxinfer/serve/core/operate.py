@@ -12,8 +12,8 @@ from jaxinfer.serve.core import operations
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.operations import AnyOperation, WeightState
 
-ReadWeights = Callable[[str], Any]
-"""Reads the weights of a folder, in any thread; raises RequestError if they cannot be served."""
+ReadWeights = Callable[..., Any]
+"""Reads the weights of a folder, and of further ones, in any thread; raises RequestError if they cannot be served."""
 
 _log = logging.getLogger("jaxinfer.serve.core")
 
@@ -46,7 +46,7 @@ async def _update(
 ) -> dict[str, float | int]:
     if read is None:
         raise RequestError("path", "is not read: the weights of this engine do not change while it serves")
-    weights = functools.partial(read, update.path)
+    weights = functools.partial(read, update.path, *update.parts)
     made = await engine.update_weights(weights, version=update.version, mode=update.mode)
     _log.info("weights %d: %d bytes of %s, placed in %.3f s", made.version, made.bytes, update.path, made.seconds)
     return {"bytes": made.bytes, "seconds": made.seconds}

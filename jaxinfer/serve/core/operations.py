@@ -43,11 +43,13 @@ class WakeUp(Operation):
 
 
 class UpdateWeights(Operation):
-    """New weights from a folder of safetensors with the names of the model's checkpoint."""
+    """New weights from a folder of safetensors with the names of the model's checkpoint. ``parts``: folders with the
+    tensors that it lacks."""
 
     path: str
     version: int | None = None
     mode: PauseMode | None = None
+    parts: Sequence[str] = ()
 
 
 class SetVersion(Operation):

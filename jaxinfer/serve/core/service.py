@@ -26,7 +26,7 @@ from jaxinfer.serve.api.streams import Closed, EngineDeadError
 from jaxinfer.serve.core import messages
 from jaxinfer.serve.core.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.core.kv_event_encoder import KvEventEncoder
-from jaxinfer.serve.core.operate import operate
+from jaxinfer.serve.core.operate import ReadWeights, operate
 from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.serve.core.pauses import Weights
@@ -63,7 +63,7 @@ class Built:
     ``journals``: cache journals of the engine's replicas, if KV events are enabled.
 
     ``engine`` is None in a process that follows another one: it takes no requests. ``weights``: see `AsyncEngine`;
-    ``read_weights``: reads those of a folder, in any thread; raises RequestError if they cannot be served.
+    ``read_weights``: see `jaxinfer.serve.core.operate.ReadWeights`.
     """
 
     engine: EngineCore | None
@@ -72,7 +72,7 @@ class Built:
     profiler: Profiler | None = None
     journals: Sequence[Journal] = ()
     weights: Weights | None = None
-    read_weights: Callable[[str], Any] | None = None
+    read_weights: ReadWeights | None = None
 
 
 async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...] = ()) -> int:
@@ -326,7 +326,7 @@ class _Core:
     # ---- from other threads
 
     def deliver(self, news: Sequence[tuple[_Feed, SequenceDelta | Closed]]) -> bool:
-        """Send the deltas of one step as one message. Called in the engine thread."""
+        """Send the deltas of one step, mostly as one message. Called in the engine thread."""
         numbered: list[tuple[int, SequenceDelta]] = []
         apart: list[tuple[_Feed, SequenceDelta]] = []
         for feed, item in news:
@@ -338,7 +338,7 @@ class _Core:
                     numbered.append((feed.number, item))
         if not (numbered or apart):
             return True  # the engine has ended: the front end gets a fault message
-        data = messages.encode(messages.deltas_of(numbered)) if numbered else None
+        data = [messages.encode(some) for some in messages.split(messages.deltas_of(numbered))] if numbered else []
         return self._from_thread(self._delivered, data, apart, [feed.number for feed, _ in news if not feed.running])
 
     def _tell(self, telling: KvEventEncoder) -> None:
@@ -346,9 +346,9 @@ class _Core:
         for events in telling.messages():
             self._from_thread(self._send, events)
 
-    def _delivered(self, data: bytes | None, apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]) -> None:
-        if data is not None:
-            self._outbox.put(data)
+    def _delivered(self, data: Sequence[bytes], apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]) -> None:
+        for message in data:
+            self._outbox.put(message)
         for feed, delta in apart:
             self._defer(feed, delta)
         for number in ended:

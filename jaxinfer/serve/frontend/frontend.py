@@ -91,7 +91,8 @@ class Frontend:
         images: Images | None = None,
     ) -> None:
         most = card.engine.get("max_logprobs", limits.logprobs)
-        most = limits.logprobs if most < 0 else min(limits.logprobs, most)  # -1: the whole vocabulary, offline only
+        whole = most < 0  # the whole vocabulary
+        most = limits.logprobs if whole else min(limits.logprobs, most)
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
         self.tokenizer, self.template, self.parsers, self.loras = tokenizer, template, parsers, loras
         self.leaving = self.draining = False
@@ -103,7 +104,15 @@ class Frontend:
         drafts = card.engine.get("speculative") not in (None, GRAMMAR)
         grammars, masks = has_grammars(card, tokenizer), has_masks(card)
         training = bool(card.engine.get("enable_training_outputs"))
-        bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=grammars, masks=masks, training=training)
+        bounds = SamplingLimits(
+            max_logprobs=most,
+            drafts=drafts,
+            grammars=grammars,
+            masks=masks,
+            training=training,
+            whole=whole,
+            vocabulary_bytes=limits.vocabulary_bytes,
+        )
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds, parsers.thought)
         self._renderer, self._grammars = Renderer(template, template_seconds), Grammars()
         self._sources = list(template.sources.values()) if template is not None else []

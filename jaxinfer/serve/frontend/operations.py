@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 import logging
 import pathlib
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from jaxinfer.engine.core import PauseMode
 from jaxinfer.lora.folders import is_file_below, path_below
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.admission import require_printable
@@ -20,6 +22,7 @@ from jaxinfer.serve.core.operations import (
     MODES,
     TAGS,
     AnyOperation,
+    Look,
     Pause,
     SetVersion,
     Sleep,
@@ -44,9 +47,9 @@ class Operated(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Committed:
-    """Weights that are served: their folder (None: those of the start), and their version."""
+    """Weights that are served: their folders (none: those of the start), and their version."""
 
-    folder: str | None
+    folders: tuple[str, ...]
     version: int
 
 
@@ -62,7 +65,8 @@ class Operations:
 
     def __init__(self, engine: Operated, root: pathlib.Path | None = None) -> None:
         self._engine, self._root = engine, root
-        self._committed = _Committed(None, 0)
+        self._committed = _Committed((), 0)
+        self._parts: list[str] | None = None  # folders of an update that was started and not finished
         self._running: set[asyncio.Task[WeightState]] = set()
 
     async def run(self, operation: AnyOperation) -> WeightState:
@@ -75,11 +79,48 @@ class Operations:
         with map_exceptions():
             _check(operation)
             if isinstance(operation, UpdateWeights):
-                operation = msgspec.structs.replace(operation, path=await self._folder(operation.path))
+                folders = [await self._folder(path) for path in (operation.path, *operation.parts)]
+                if self._parts is not None:
+                    return await self._add(self._parts, operation, folders)
+                operation = _with_folders(operation, folders)
             task = asyncio.ensure_future(self._run(operation))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
             return await shielded(task)
+
+    def start_update(self) -> None:
+        """Begin an update of several folders: those of each `UpdateWeights` from now on, until `finish_update`. A
+        started update that was not finished is dropped."""
+        self._parts = []
+
+    async def finish_update(self, version: int | None = None, mode: PauseMode | None = None) -> WeightState:
+        """Serve the weights of all folders since `start_update` as one version. If that fails, nothing has changed, and
+        folders may still be added.
+
+        Raises:
+            ServeError: see `run`; INVALID: no update was started, or it has no folder.
+        """
+        if not self._parts:
+            why = "has no folder: POST /update_weights first" if self._parts == [] else "was not started"
+            raise ServeError(Kind.INVALID, f"the update of weights {why}", "path")
+        parts, self._parts = self._parts, None
+        path, *others = parts
+        try:
+            return await self.run(UpdateWeights(path, version, mode, others))
+        except BaseException:
+            self._parts = parts if self._parts is None else self._parts
+            raise
+
+    async def _add(self, parts: list[str], update: UpdateWeights, folders: list[str]) -> WeightState:
+        """Add folders to an update that was started. Returns the state, which has not changed."""
+        for name in ("version", "mode"):
+            if (value := getattr(update, name)) is not None:
+                raise invalid(name, value, "belongs to the end of the update that was started")
+        if twice := {*folders} & {*parts}:
+            raise invalid("path", min(twice), "is a part of this update already")
+        state = await self._run(Look())
+        parts += folders
+        return state
 
     async def _run(self, operation: AnyOperation) -> WeightState:
         try:
@@ -87,7 +128,7 @@ class Operations:
         except RefusedError as error:
             raise ServeError(Kind.INVALID, str(error)) from error
         if isinstance(operation, UpdateWeights):
-            self._committed = _Committed(operation.path, state.version)
+            self._committed = _Committed((operation.path, *operation.parts), state.version)
         elif isinstance(operation, SetVersion):
             self._committed = dataclasses.replace(self._committed, version=state.version)
         return state
@@ -99,10 +140,10 @@ class Operations:
             RequestError, RefusedError: they cannot be served any more.
             EngineDeadError: the engine has ended.
         """
-        folder, version = self._committed.folder, self._committed.version
-        if folder is not None:
-            _log.info("weights %d are read again from %s", version, folder)
-            await engine.operate(UpdateWeights(folder, version, "keep"))
+        folders, version = self._committed.folders, self._committed.version
+        if folders:
+            _log.info("weights %d are read again from %s", version, ", ".join(folders))
+            await engine.operate(_with_folders(UpdateWeights("", version, "keep"), folders))
         elif version:
             await engine.operate(SetVersion(version))
 
@@ -112,6 +153,11 @@ class Operations:
             raise ServeError(Kind.PRECONDITION, why, "path")
         require_printable("path", path, 1, MAX_PATH_CHARACTERS)
         return str(await asyncio.to_thread(weights_folder, self._root, path))
+
+
+def _with_folders(update: UpdateWeights, folders: Sequence[str]) -> UpdateWeights:
+    path, *parts = folders
+    return msgspec.structs.replace(update, path=path, parts=tuple(parts))
 
 
 def weights_folder(root: pathlib.Path, path: str) -> pathlib.Path:

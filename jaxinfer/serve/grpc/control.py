@@ -187,7 +187,7 @@ class Control(ControlServicer):
     @override
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, rpc: Rpc) -> pb.UpdateWeightsResponse:
         version = request.weight_version if request.HasField("weight_version") else None
-        update = operations.UpdateWeights(request.path, version, _mode(request.mode))
+        update = operations.UpdateWeights(request.path, version, _mode(request.mode), list(request.parts))
         with rename_fields({"version": "weight_version"}):
             state = await self._operations.run(update)
         return pb.UpdateWeightsResponse(state=_engine_state(state), bytes=state.bytes, seconds=state.seconds)
@@ -237,6 +237,10 @@ def _fill(message: pb.Stats, stats: EngineStats) -> None:
     message.draft_accepted_at.extend(stats.draft_accepted_at)
     if stats.loras is not None:
         message.lora_usage.CopyFrom(pb.LoraUsage(**dataclasses.asdict(stats.loras)))
+    if (weights := stats.weights) is not None:
+        message.weights.weight_version, message.weights.is_paused = weights.version, weights.paused
+        message.weights.asleep.extend(weights.asleep)
+        message.weights.updates, message.weights.update_seconds = weights.update_time.count, weights.update_time.sum
     for name in _SAME:
         setattr(message, name, getattr(stats, name))
 

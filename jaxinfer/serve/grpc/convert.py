@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, cast
 
@@ -35,7 +36,8 @@ _REASONS = {
     "abort": pb.FINISH_REASON_ABORT,
     TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
-# Logprob candidates per message: logprobs of a long prompt could exceed the size that clients accept (4 MiB).
+# Logprob candidates (`PositionLogprobs.weight`) per message: those of a long prompt could exceed the size that clients
+# accept (4 MiB).
 _MAX_CANDIDATES = 16384
 _FEW, _SHORT_BYTES = 64, 16 << 10
 _CHUNK = 4096
@@ -236,7 +238,7 @@ def _parts(delta: OutputDelta) -> Iterator[OutputDelta]:
 def _ranges(positions: Sequence[PositionLogprobs]) -> list[tuple[int, int]]:
     if not positions:
         return []
-    most = max(1, _MAX_CANDIDATES // (1 + len(positions[0].top)))
+    most = max(1, _MAX_CANDIDATES // max(position.weight for position in positions))
     return [(first, min(first + most, len(positions))) for first in range(0, len(positions), most)]
 
 
@@ -248,7 +250,11 @@ def _position(position: PositionLogprobs, token_text: TokenText) -> pb.PositionL
             message.entropy = extras.entropy
         message.token_logprobs.extend(extras.token_logprobs)
         message.kept_token_ids.extend(kept_ids(extras))
-        message.routed_experts.extend(pb.TokenIds(ids=layer) for layer in extras.experts)
+        if extras.experts is not None:
+            message.routed_experts.layers = extras.experts.layers
+            message.routed_experts.ids.extend(array("i", extras.experts.ids))
+        if extras.vocabulary is not None:
+            message.vocabulary = extras.vocabulary
     return message
 
 
@@ -323,6 +329,7 @@ def _limits(limits: ServeLimits) -> pb.Limits:
         max_message_bytes=limits.message_bytes,
         max_image_bytes=limits.image_bytes,
         max_image_pixels=limits.image_pixels,
+        max_vocabulary_bytes=limits.vocabulary_bytes,
     )
 
 

@@ -291,6 +291,8 @@ ENDPOINTS = (
     Endpoint("/wake_up", ADMIN, weights.wake_up, "Take back freed memory. For operators.", method="POST"),
     Endpoint("/is_sleeping", ADMIN, weights.is_sleeping, "Whether memory is freed. For operators."),
     Endpoint("/update_weights", ADMIN, weights.update_weights, body=weights.UpdateWeightsRequest),
+    Endpoint("/start_weight_update", ADMIN, weights.start_weight_update, body=weights.StartUpdateRequest),
+    Endpoint("/finish_weight_update", ADMIN, weights.finish_weight_update, body=weights.FinishUpdateRequest),
     Endpoint("/update_weight_version", ADMIN, weights.update_weight_version, body=weights.UpdateWeightVersionRequest),
     Endpoint("/weight_info", ADMIN, weights.weight_info, "Version of the weights. For operators."),
     Endpoint("/weight_checker", ADMIN, weights.weight_checker, body=weights.WeightCheckerRequest),

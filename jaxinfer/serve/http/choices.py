@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.serve.api.arrays import arrays_json
+from jaxinfer.serve.api.arrays import arrays_json, expert_ids
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import PositionLogprobs, TokenLogprob, WeightVersions, version_ranges
+from jaxinfer.types import PositionLogprobs, TokenLogprob, WeightVersions, experts_of, version_ranges
 
 LOWEST_LOGPROB = -9999.0
 """Log probability sent in place of -inf, which JSON cannot represent; the value is vLLM's."""
@@ -294,6 +294,8 @@ def _extras(
         found["arrays"] = arrays_json(delta.logprobs, LOWEST_LOGPROB)
     if wanted.prompt_logprobs and delta.prompt_logprobs is not None:
         found["prompt_logprobs"] = [None if p is None else _candidates(p, words) for p in delta.prompt_logprobs]
+    if wanted.arrays and (experts := experts_of(delta.prompt_logprobs or ())):
+        found["prompt_routed_experts"] = list(map(expert_ids, experts))
     return found
 
 

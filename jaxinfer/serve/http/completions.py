@@ -167,7 +167,7 @@ def _call(
 def _chat_choices(door: AppState, chat: Chat) -> list[ChatChoice]:
     """Return a choice for each output; outputs that need a reasoning or tool parser get their own parser."""
     body, frontend = chat.body, chat.frontend
-    wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
+    wanted = _wanted(frontend, body, (body.top_logprobs or 0) if body.logprobs else None)
     names = () if body.include_reasoning is False else door.reasoning_fields
     outputs = outputs_of(
         chat.generation,
@@ -194,14 +194,14 @@ def _envelope(
     return Envelope(name, kind, int(time.time()), model, fingerprint(frontend, door.version, lora), extra or {})
 
 
-def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> ResponseFields:
+def _wanted(frontend: Frontend, body: Sampling, logprobs: int | None) -> ResponseFields:
     tokenizer = frontend.tokenizer
     skip = body.skip_special_tokens is not False and tokenizer is not None
     return ResponseFields(
-        logprobs=logprobs,
+        logprobs=logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
-        arrays=any(getattr(body, name) for name in EXTRAS),
+        arrays=any(getattr(body, name) for name in EXTRAS) or logprobs == -1,
         hidden=frozenset(tokenizer.special_ids) if skip and tokenizer is not None else frozenset(),
     )
 
@@ -219,7 +219,7 @@ async def _echo(
 def _text_reply(
     frontend: Frontend, body: CompletionRequest, generation: Generation, place: int, echo: Echo | None
 ) -> Reply:
-    wanted = _wanted(frontend, body, logprobs=body.logprobs is not None)
+    wanted = _wanted(frontend, body, body.logprobs)
     first = place * generation.n
     choices = [
         TextChoice(first + output, frontend, wanted, generation.prompt_token_ids, echo)

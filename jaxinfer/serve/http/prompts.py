@@ -53,6 +53,8 @@ def sampling_of_completion(body: CompletionRequest, limits: ServeLimits) -> dict
         _refuse("best_of", body.best_of, "is not served unless it is n")
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
+        if body.logprobs == -1 and (body.echo or _several(body)):
+            _refuse("logprobs", -1, "takes one prompt, without echo")
         if body.echo:
             fields["prompt_logprobs"] = body.logprobs
     if scores_only(body):
@@ -114,9 +116,12 @@ def names_in_format(body: Sampling) -> dict[str, str]:
 
 def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
     """Map the validator's field names to the request's names, for each prompt of ``body``."""
-    several = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list | array)
-    prompts = [f"prompt[{i}]" for i in range(len(body.prompt))] if several else ["prompt"]
+    prompts = [f"prompt[{i}]" for i in range(len(body.prompt))] if _several(body) else ["prompt"]
     return [{**prompt_as(each), **names_in_format(body)} for each in prompts]
+
+
+def _several(body: CompletionRequest) -> bool:
+    return isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list | array)
 
 
 async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits: ServeLimits) -> Conversation:

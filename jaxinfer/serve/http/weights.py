@@ -34,6 +34,21 @@ class UpdateWeightsRequest(Body):
     mode: str | None = None
 
 
+class StartUpdateRequest(Body):
+    """Begin an update of several folders, one ``POST /update_weights`` each (``POST /start_weight_update``). For
+    operators."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_checkpoint_format": (None, True)}
+
+
+class FinishUpdateRequest(Body):
+    """Serve the weights of a started update, as one version (``POST /finish_weight_update``). For operators."""
+
+    version: int | None = None
+    weight_version: int | None = None
+    mode: str | None = None
+
+
 class UpdateWeightVersionRequest(Body):
     """Number the served weights anew (``POST /update_weight_version``). For operators."""
 
@@ -99,11 +114,23 @@ async def is_sleeping(request: Request) -> Response:
 async def update_weights(request: Request) -> Response:
     """Serve new weights and return their version, size and time."""
     body = await _body(request, UpdateWeightsRequest)
-    if None not in (body.version, body.weight_version) and body.version != body.weight_version:
-        raise invalid("weight_version", body.weight_version, f"is another one than version={body.version}")
-    version, mode = body.version if body.weight_version is None else body.weight_version, cast(Any, body.mode)
-    state = await _run(request, operations.UpdateWeights(body.path, version, mode))
-    return _json(_fields(state) | {"bytes": state.bytes, "seconds": state.seconds})
+    update = operations.UpdateWeights(body.path, _version(body), cast(Any, body.mode))
+    return _updated(await _run(request, update))
+
+
+async def start_weight_update(request: Request) -> Response:
+    """Begin an update of several folders."""
+    await _body(request, StartUpdateRequest, optional=True)
+    made = required(_door(request).operations)
+    made.start_update()
+    return _state(await made.run(operations.Look()))
+
+
+async def finish_weight_update(request: Request) -> Response:
+    """Serve the weights of all folders since the start, as `update_weights` does."""
+    body = await _body(request, FinishUpdateRequest, optional=True)
+    made = required(_door(request).operations)
+    return _updated(await made.finish_update(_version(body), cast(Any, body.mode)))
 
 
 async def update_weight_version(request: Request) -> Response:
@@ -149,8 +176,11 @@ async def _run(request: Request, operation: AnyOperation) -> WeightState:
     return await required(_door(request).operations).run(operation)
 
 
-async def _body[B: Body](request: Request, kind: type[B]) -> B:
-    door = _door(request)
+async def _body[B: Body](request: Request, kind: type[B], *, optional: bool = False) -> B:
+    """Return the body. ``optional``: there may be none."""
+    door, headers = _door(request), request.headers
+    if optional and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return kind()
     return checked(kind, await read_json(request, door.limits, door.long.read))
 
 
@@ -171,6 +201,16 @@ def _boolean(name: str, value: str) -> bool:
     if value.lower() not in _BOOLEANS:
         raise invalid(name, value, "must be true or false")
     return _BOOLEANS[value.lower()]
+
+
+def _version(body: UpdateWeightsRequest | FinishUpdateRequest) -> int | None:
+    if None not in (body.version, body.weight_version) and body.version != body.weight_version:
+        raise invalid("weight_version", body.weight_version, f"is another one than version={body.version}")
+    return body.version if body.weight_version is None else body.weight_version
+
+
+def _updated(state: WeightState) -> Response:
+    return _json(_fields(state) | {"bytes": state.bytes, "seconds": state.seconds})
 
 
 def _fields(state: WeightState) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxinfer.engine.scheduling.stats import SECONDS, EngineStats, Histogram
+from jaxinfer.engine.scheduling.stats import SECONDS, EngineStats, Histogram, WeightStats
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.serve.api.errors import Kind, ServeError
+from jaxinfer.serve.core.operations import TAGS
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 from jaxinfer.serve.runtime import logs
 from jaxinfer.serve.runtime.background import Background
@@ -171,6 +172,8 @@ class EngineCollector(Collector):
         yield from _gauges(stats, model)
         yield from _counters(stats, model)
         yield from _histograms(stats, model)
+        if stats.weights is not None:
+            yield from _weights(stats.weights, model)
         if stats.loras is not None:
             yield from _loras(stats.loras, model)
             yield _histogram("lora_load_seconds", stats.lora_load_time, _LOADED, model)
@@ -249,6 +252,18 @@ def _histograms(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
         ("engine_step_seconds", stats.step_time, "Seconds between the results of two steps."),
     ):
         yield _histogram(name, histogram, what, model)
+
+
+def _weights(weights: WeightStats, model: dict[str, str]) -> Iterator[Metric]:
+    what = "Version of the served weights; 0 is that of the start."
+    yield _gauge("weight_version", what, model, _one(weights.version))
+    yield _gauge("engine_paused", "Whether an operator has paused the engine.", model, _one(weights.paused))
+    states = {"awake": int(not weights.asleep), **{tag: int(tag in weights.asleep) for tag in TAGS}}
+    what = "1 for awake, or for what is asleep."
+    yield _gauge("engine_sleep_state", what, model, _by("sleep_state", states))
+    updates, what = weights.update_time, "Seconds of placing and exchanging new weights."
+    yield _counter("weight_updates", "Updates of the weights.", model, _one(updates.count))
+    yield _histogram("weight_update_seconds", updates, what, model)
 
 
 def _loras(usage: LoRAUsage, model: dict[str, str]) -> Iterator[Metric]:

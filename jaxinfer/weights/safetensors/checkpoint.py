@@ -65,6 +65,13 @@ class Checkpoint:
         infos |= {name: dataclasses.replace(infos[name], listed=False) for name in unlisted}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
 
+    def joined(self, other: Checkpoint) -> Checkpoint:
+        """Return the tensors of both folders. Raises `CheckpointError` if both have one of the same name."""
+        if both := self.tensors.keys() & other.tensors.keys():
+            raise CheckpointError(f"{quoted(min(both))} is in {self.folder} and in {other.folder}")
+        unlisted = {name for each in (self, other) for name, info in each.tensors.items() if not info.listed}
+        return Checkpoint(self.folder, {**self._files, **other._files}, unlisted)
+
     def read(self, name: str) -> np.ndarray:
         """Return a tensor as a read-only view of its file."""
         return self._files[name].read(name)
@@ -78,14 +85,24 @@ class Checkpoint:
         self._files[name].release(name)
 
 
-def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
+def open_checkpoint(folder: pathlib.Path, *parts: pathlib.Path) -> Checkpoint:
     """Open a folder and check all its headers; reads no tensor.
 
     Uses ``model.safetensors``, else the shards of ``model.safetensors.index.json``, else the only safetensors file.
 
+    Args:
+        parts: folders with the tensors that it lacks.
+
     Raises:
-        CheckpointError: there are no such files, or one is missing or damaged.
+        CheckpointError: there are no such files, or one is missing or damaged; or two folders have the same tensor.
     """
+    found = _opened(folder)
+    for part in parts:
+        found = found.joined(_opened(part))
+    return found
+
+
+def _opened(folder: pathlib.Path) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
     if not (folder / SINGLE_FILE).exists() and (folder / INDEX_FILE).exists():

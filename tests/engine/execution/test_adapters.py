@@ -167,7 +167,9 @@ def test_logprobs_of_prompts_are_those_of_the_model_with_its_adapter():
     found = one.executor.run(commands.PrefillLogprobs(batch._replace(loras=np.int32([2])), following))
     want = jax.nn.log_softmax(one.model.with_lora(one.adapters[1])(jnp.asarray(PROMPTS[:1]))[0])
     chosen = np.asarray(want)[np.arange(length - 1), following[: length - 1]]
-    np.testing.assert_allclose(np.asarray(found.logprob)[: length - 1], chosen, atol=1e-5 * np.abs(chosen).max())
+    np.testing.assert_allclose(
+        np.asarray(found.logprobs.logprob)[: length - 1], chosen, atol=1e-5 * np.abs(chosen).max()
+    )
 
 
 def test_a_plan_loads_before_its_programs():

@@ -399,3 +399,25 @@ def test_an_engine_without_weights_pauses_but_refuses_the_rest():
             assert served.asleep == []
 
     run(main)
+
+
+def test_statistics_have_version_pauses_sleep_and_updates():
+    async def main():
+        async with serving() as (served, _, _):
+            first = (await served.stats()).weights
+            assert (first.version, first.paused, list(first.asleep), first.update_time.count) == (0, False, [], 0)
+            for text in ("a", "b"):
+                await served.update_weights(text)
+            await served.pause("keep")
+            await served.sleep(1, ["kv_cache"])
+            asleep = (await served.stats()).weights
+            assert (asleep.version, asleep.paused, list(asleep.asleep)) == (2, True, ["kv_cache"])
+            assert asleep.update_time.count == 2
+            await served.wake_up()
+            with contextlib.suppress(RequestError):
+                await served.update_weights("c", version=1)
+            await served.resume()
+            last = (await served.stats()).weights
+            assert (last.paused, list(last.asleep), last.update_time) == (False, [], asleep.update_time)
+
+    run(main)

@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.serve.core import link, messages, service
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.types import SequenceDelta
+from jaxinfer.types import PositionExtras, PositionLogprobs, SequenceDelta, TokenLogprob
 from tests.serve import fake_engine as fake
 from tests.serve.core.test_core import BOUND, collect, make_request, nothing_is_left, ready, run, tokens
 
@@ -75,6 +75,23 @@ async def core_that_writes():
 async def settled() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def whole(index: int) -> SequenceDelta:
+    position = PositionLogprobs(TokenLogprob(1, -1.0, 1), (), PositionExtras(vocabulary=bytes(4 * index)))
+    return SequenceDelta("a", index, [1], [position])
+
+
+def test_each_delta_with_a_whole_vocabulary_is_a_message():
+    plain = [(number, SequenceDelta("b", 0, [number])) for number in range(3)]
+    deltas = messages.deltas_of([*plain, (3, whole(1)), (4, whole(2))])
+    first, *others = messages.split(deltas)
+    assert (list(first.streams), list(first.others)) == ([0, 1, 2], [])
+    found = [messages.decode_from_core(messages.encode(each)).others for each in others]
+    assert [(number, delta.index) for ((number, delta),) in found] == [(3, 1), (4, 2)]
+    assert [delta.logprobs[0].extras.vocabulary for ((_, delta),) in found] == [bytes(4), bytes(8)]
+    same = messages.deltas_of(plain)
+    assert messages.split(same) == [same]
 
 
 def large_delta() -> SequenceDelta:

@@ -315,6 +315,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**64}, "seed"),
     ({"seed": 1.0}, "seed"),
     ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"logit_bias": dict.fromkeys(range(10**5), 0.0)}, "logit_bias"),
     ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),

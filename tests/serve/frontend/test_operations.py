@@ -87,6 +87,31 @@ def test_the_next_engine_gets_the_last_weights(root):
     asyncio.run(main())
 
 
+def test_the_next_engine_gets_all_parts_of_the_last_weights(root):
+    async def main():
+        operations = Operations(engine := Engine(), root)
+        operations.start_update()
+        for path in ("a", "b"):
+            await operations.run(UpdateWeights(path))
+        assert engine.seen == [Look(), Look()]
+        engine.error = RequestError("params", "is wrong")
+        with pytest.raises(ServeError):
+            await operations.finish_update()
+        await operations.restore(second := Engine())
+        assert second.seen == []
+        engine.error = None
+        state = await operations.finish_update(7, "keep")
+        first, other = (str((root / name).resolve()) for name in ("a", "b"))
+        assert (state.version, engine.seen[-1]) == (7, UpdateWeights(first, 7, "keep", (other,)))
+        await operations.restore(third := Engine())
+        assert third.seen == [UpdateWeights(first, 7, "keep", (other,))]
+        with pytest.raises(ServeError) as refused:
+            await operations.finish_update()
+        assert refused.value.kind is Kind.INVALID
+
+    asyncio.run(main())
+
+
 def test_the_next_engine_gets_a_version_alone(root):
     async def main():
         operations = Operations(Engine(), root)

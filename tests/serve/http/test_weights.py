@@ -13,6 +13,7 @@ SLOW = Mischief(seconds=0.005)
 ASKED = {"prompt": "Hi", "max_tokens": 60, "seed": 1, "ignore_eos": True}
 OPERATIONS = (
     *(("POST", path) for path in ("/pause", "/resume", "/abort_requests", "/sleep", "/wake_up", "/update_weights")),
+    *(("POST", path) for path in ("/start_weight_update", "/finish_weight_update")),
     *(("POST", path) for path in ("/update_weight_version", "/weight_checker", "/init_weight_transfer_engine")),
     *(("GET", path) for path in ("/is_paused", "/is_sleeping", "/weight_info")),
 )
@@ -121,6 +122,42 @@ def test_new_weights_and_their_version_in_every_answer(root):
     run(test)
 
 
+def test_folders_of_a_started_update_are_served_as_one_version(root):
+    for name in ("more", "last"):
+        write_fake_weights(root / name, name)
+
+    async def test():
+        async with serving(weights_root=str(root)) as running, running.http() as client:
+            state = {"weight_version": 0, "is_paused": False, "is_sleeping": False}
+            assert (await client.post("/finish_weight_update")).status_code == 400  # none was started
+            assert (await client.post("/start_weight_update", json={"is_checkpoint_format": True})).json() == state
+            assert (await client.post("/finish_weight_update")).status_code == 400  # it has no folder
+            await client.post("/update_weights", json={"path": "last"})
+            assert (await client.post("/start_weight_update")).json() == state  # drops the folder
+            for path in ("new", "more"):
+                answer = await client.post("/update_weights", json={"path": path})
+                assert answer.json() == {**state, "bytes": 0, "seconds": 0.0}
+            for wrong, field in (
+                ({"path": "old"}, "path"),
+                ({"path": "new"}, "path"),
+                ({"path": "last", "version": 3}, "version"),
+            ):
+                answer = await client.post("/update_weights", json=wrong)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+            assert (await client.get("/weight_info")).json() == state
+            answer = await client.post("/finish_weight_update", json={"weight_version": 0})
+            assert answer.json()["error"]["param"] == "version"
+            answer = await client.post("/finish_weight_update", json={"weight_version": 4, "mode": "keep"})
+            assert answer.json() == {**state, "weight_version": 4, "bytes": 7, "seconds": 0.5}
+            sums = (await client.get("/weight_info?checksums=true")).json()["checksums"]
+            assert sums == {"text": digest_of("newmore")}
+            assert (await client.post("/finish_weight_update")).status_code == 400  # it has ended
+            answer = await client.post("/update_weights", json={"path": "last"})
+            assert answer.json()["weight_version"] == 5
+
+    run(test)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_output_of_several_versions_has_their_ranges(root, stream):
     async def test():
@@ -179,6 +216,8 @@ def test_a_version_alone_and_digests(root):
         ("/update_weights", {"path": ""}, "path"),
         ("/update_weights", {"path": "old"}, "path"),
         ("/update_weights", {}, "path"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("/finish_weight_update", {"version": 1, "weight_version": 2}, "weight_version"),
         ("/update_weight_version", {"new_version": "v1"}, "new_version"),
         ("/update_weight_version", {"new_version": 0}, "new_version"),
         ("/weight_checker", {"action": "reset"}, "action"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import urllib.request
@@ -10,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxinfer.engine.scheduling.stats import EngineStats, StatsRecorder
+from jaxinfer.engine.scheduling.stats import EngineStats, HistogramRecorder, StatsRecorder, WeightStats
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.serve.runtime.background import Background
@@ -63,6 +64,11 @@ OWN = {
     "engine_steps": "counter",
     "compilations": "counter",
     "engine_step_seconds": "histogram",
+    "weight_version": "gauge",
+    "engine_paused": "gauge",
+    "engine_sleep_state": "gauge",
+    "weight_updates": "counter",
+    "weight_update_seconds": "histogram",
 }
 
 
@@ -94,7 +100,11 @@ def busy() -> EngineStats:
     recorder.lora_loaded(wanted)
     loras = LoRAUsage(21, 2, 1, 25, 24, {"a": 4, "b": 3}, {"b": 1, "c": 5, "d": 2, "e": 2})
     usage = KVUsage(total=16, free=1, cached=3, held=12, host_total=11, host_used=4)
-    return recorder.snapshot(running=7, waiting={"slot": 8, "pages": 5}, kv=usage, loras=loras, compilations=6)
+    updates = HistogramRecorder()
+    updates.observe(0.5)
+    updates.observe(1.25)
+    stats = recorder.snapshot(running=7, waiting={"slot": 8, "pages": 5}, kv=usage, loras=loras, compilations=6)
+    return dataclasses.replace(stats, weights=WeightStats(26, False, ["kv_cache"], updates.snapshot()))
 
 
 def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -134,6 +144,13 @@ def test_names_and_kinds() -> None:
         ("kv_cache_pages", "state=held", 12),
         ("kv_cache_host_pages", "state=free", 7),
         ("kv_cache_host_pages", "state=used", 4),
+        ("weight_version", "", 26),
+        ("engine_paused", "", 0),
+        ("engine_sleep_state", "sleep_state=awake", 0),
+        ("engine_sleep_state", "sleep_state=kv_cache", 1),
+        ("engine_sleep_state", "sleep_state=weights", 0),
+        ("weight_updates_total", "", 2),
+        ("weight_update_seconds_sum", "", 1.75),
         ("prefix_cache_queries_total", "", 31),
         ("prefix_cache_hits_total", "", 29),
         ("encoder_cache_queries_total", "", 37),

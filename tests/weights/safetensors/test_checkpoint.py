@@ -52,6 +52,21 @@ def test_a_truncated_shard(sharded: pathlib.Path) -> None:
         open_checkpoint(sharded)
 
 
+def test_folders_read_as_one(sharded: pathlib.Path) -> None:
+    other, same = sharded / "other", sharded / "same"
+    for folder in (other, same):
+        folder.mkdir()
+    write_tensors(other / "x.safetensors", {"more": np.full(2, 7, np.float32)})
+    first = next(iter(tiny_tensors()))
+    write_tensors(same / "x.safetensors", {first: np.ones(1, np.float32)})
+    found = open_checkpoint(sharded, other)
+    assert found.tensors.keys() == {*tiny_tensors(), "more"}
+    assert found.folder == sharded
+    assert found.read("more").tolist() == [7, 7]
+    with refused(f"'{first}' is in .* and in {same}"):
+        open_checkpoint(sharded, other, same)
+
+
 def test_a_tensor_that_no_shard_has_is_passed_over(sharded: pathlib.Path) -> None:
     write_index(sharded, {**dict.fromkeys(list(tiny_tensors())[:4], ONE), "mtp.extra.weight": TWO})
     found = open_checkpoint(sharded)

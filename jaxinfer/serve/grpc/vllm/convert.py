@@ -90,6 +90,8 @@ def _check_fields(request: messages.pb.GenerateRequest) -> None:
     for name in _set(request.sampling_params):
         if name not in SAMPLING_FIELDS | WITHOUT_EFFECT:
             raise _not_served(f"sampling_params.{name}", "this server does not know it")
+    if request.sampling_params.HasField("logprobs") and request.sampling_params.logprobs == -1:
+        raise _not_served("logprobs=-1", "jaxinfer.v1.Inference has a field for a whole vocabulary", "logprobs")
 
 
 def _set(message: Any) -> Iterator[str]:
@@ -98,8 +100,8 @@ def _set(message: Any) -> Iterator[str]:
     yield from (f"field {unknown.field_number}" for unknown in messages.unknown_fields(message))
 
 
-def _not_served(name: str, why: str) -> ServeError:
-    return ServeError(Kind.INVALID, f"{name} is not served: {why}", name)
+def _not_served(name: str, why: str, field: str | None = None) -> ServeError:
+    return ServeError(Kind.INVALID, f"{name} is not served: {why}", field or name)
 
 
 def _check_rank(request: messages.pb.GenerateRequest, replicas: int) -> None:

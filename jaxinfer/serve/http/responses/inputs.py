@@ -188,6 +188,8 @@ def _format(given: Any) -> Any:
 
 
 def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
+    if body.top_logprobs == -1:
+        refuse("top_logprobs", -1, "is served by chat completions and gRPC alone")
     if LOGPROBS in (body.include or ()):
         return {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.top_logprobs not in (None, 0):

@@ -131,6 +131,7 @@ REFUSED = {
         ({"data_parallel_rank": 1}, "data_parallel_rank"),
         ({"data_parallel_rank": -1}, "data_parallel_rank"),
         ({"sampling": {"json_object": False}}, "json_object"),
+        ({"sampling": {"logprobs": -1}}, "logprobs"),
         ({"tokenized": None}, "input"),
     ],
 )
