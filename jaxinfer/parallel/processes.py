@@ -105,12 +105,20 @@ def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
 
     The array is sharded along one of its axes at most, and the devices of a process are consecutive along it.
     """
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    parts = {_start(shard.index): shard.data for shard in array.addressable_shards}
-    ordered = [np.asarray(parts[start]) for start in sorted(parts)]
+    parts = own_shards(array)
+    if len(parts) == 1:
+        return parts[0]
     (axis,) = _spread(array.sharding, array.shape)
-    return np.concatenate(ordered, axis)
+    return np.concatenate(parts, axis)
+
+
+def own_shards(array: Array) -> list[Shaped[np.ndarray, "..."]]:
+    """Copy this process's different shards of an array to the host, in the order of their places, or all of it if this
+    process has all. Waits."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return [np.asarray(array)]
+    parts = {_start(shard.index): shard.data for shard in array.addressable_shards}
+    return [np.asarray(parts[start]) for start in sorted(parts)]
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

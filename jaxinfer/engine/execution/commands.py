@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt8
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.models.model import Model
 from jaxinfer.sampling import Logprobs, Sampled
-from jaxinfer.sampling_params import RequestError
 
 
 class DecodeBatch(NamedTuple):
@@ -337,24 +336,16 @@ class Executor(Protocol):
 
     def stage(self, model: Model, *, drafts: bool = False) -> Any:
         """Place parameters of a prepared model, perhaps not all, or of its draft model, next to those in use. From any
-        thread; does not wait for the copies.
-
-        Raises:
-            RequestError: this executor cannot replace weights.
-        """
-        raise _fixed_weights()
+        thread; does not wait for the copies."""
 
     def swap(self, weights: Sequence[Any]) -> None:
         """Use what `stage` has placed, for programs that follow."""
-        raise _fixed_weights()
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         """Free the memory of pools and encoder cache, or of the parameters."""
-        raise _fixed_weights()
 
     def wake(self) -> None:
         """Make empty pools."""
-        raise _fixed_weights()
 
     def deleted(self) -> str | None:
         """Return the path of a parameter that another owner of its array has deleted."""
@@ -363,10 +354,6 @@ class Executor(Protocol):
     def digest(self) -> str | None:
         """Return a digest of all executables; None: it is not known for all of them."""
         return None
-
-
-def _fixed_weights() -> RequestError:
-    return RequestError("weights", "cannot be replaced, and memory not freed, where an engine has several processes")
 
 
 class SamplerSnapshot:

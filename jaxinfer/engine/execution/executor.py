@@ -28,6 +28,7 @@ from jaxinfer.engine.execution.placement import (
     new_features,
     new_slots,
     place_params,
+    placed_params,
     put_part,
     targets_of,
 )
@@ -37,9 +38,9 @@ from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import HostPages, slot_bytes
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.arrays import overlaid, placed_like, put, zeros
+from jaxinfer.parallel.arrays import overlaid, placed_like, zeros
 from jaxinfer.parallel.links import Link
-from jaxinfer.parallel.mesh import param_sharding, replicated, stages
+from jaxinfer.parallel.mesh import replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
@@ -80,8 +81,7 @@ class StageRuntime:
             params = {own: shared.get(theirs, model.params[theirs]) for own, theirs in pairs}
         own = [name for name in params if name in self.stage.model.specs]
         specs, params = ({name: tree[name] for name in own} for tree in (specs, params))
-        placed: dict[str, Any]
-        placed = jax.tree.map(lambda spec, value: put(value, param_sharding(self.mesh, spec)), specs, params)
+        placed: dict[str, Any] = placed_params(specs, params, self.mesh)
         return placed
 
     def take(self, placed: Mapping[str, Any]) -> None:

@@ -274,7 +274,11 @@ class AsyncEngine:
             served.require_version(version)
             staged = await asyncio.to_thread(_staged, served, weights, options)
             mode = mode or ("keep" if self.is_paused else "wait")
-            return await self._change(mode, functools.partial(served.commit, staged, version))
+            try:
+                return await self._change(mode, functools.partial(served.commit, staged, version))
+            except BaseException:
+                self._post(functools.partial(served.discard, staged))  # after `commit`, if that has begun
+                raise
 
     async def set_weight_version(self, version: int) -> None:
         """Number the served weights anew. Raises RequestError unless the version is greater."""

@@ -15,6 +15,7 @@ from jaxinfer.engine.distributed.leader import follow
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.parallel.group import Group, GroupError, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
+from jaxinfer.serve.core.group_weights import FollowingWeights
 from jaxinfer.serve.core.process import leave_group
 from jaxinfer.serve.core.settings import CoreSettings
 
@@ -53,16 +54,20 @@ def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[
     return group
 
 
-def run_follower(executors: Mapping[int, LocalExecutor], group: Group) -> None:
-    """Follow process 0 in a separate thread until this process ends."""
+def run_follower(executors: Mapping[int, LocalExecutor], group: Group, weights: FollowingWeights) -> None:
+    """Follow process 0 in separate threads until this process ends."""
+    _run_thread(group, "jaxinfer-engine", lambda: follow(executors, group, weights.changes))
+    _run_thread(group, "jaxinfer-weights", weights.listen)
 
+
+def _run_thread(group: Group, name: str, serve: Callable[[], None]) -> None:
     def run() -> None:
         try:
-            follow(executors, group)
+            serve()
         except Exception as error:  # noqa: BLE001 - any fault: the other processes must not wait for this one
             group.over(f"process {group.membership.process_id} ended by a fault: {error!r}")
 
-    threading.Thread(target=run, name="jaxinfer-engine", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 def _key(path: str | None) -> bytes:
@@ -95,6 +100,8 @@ def _shared(settings: CoreSettings, folder: pathlib.Path) -> dict[str, Any]:
         **versions,
         "num_processes": settings.num_processes,
         "dtype": settings.dtype,
+        "check_finite": settings.check_finite,
+        "whether weights_root is set": settings.weights_root is not None,
         "the SHA-256 of config.json": digest,
     }
     plain: dict[str, Any] = json.loads(json.dumps(shared))

@@ -30,6 +30,7 @@ class CoreSettings:
     profile_dir: str | None = None
     compilation_cache_dir: str | None = None
     check_finite: bool = False
+    weights_root: str | None = None
     num_processes: int = 1
     process_id: int = 0
     coordinator_address: str | None = None
