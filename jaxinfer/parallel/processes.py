@@ -115,10 +115,18 @@ def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
 def own_shards(array: Array) -> list[Shaped[np.ndarray, "..."]]:
     """Copy this process's different shards of an array to the host, in the order of their places, or all of it if this
     process has all. Waits."""
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if has_all(array):
         return [np.asarray(array)]
     parts = {_start(shard.index): shard.data for shard in array.addressable_shards}
     return [np.asarray(parts[start]) for start in sorted(parts)]
+
+
+def has_all(array: Array) -> bool:
+    """Whether the shards of this process are all different shards of an array."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return True
+    sizes = {_start(shard.index): shard.data.size for shard in array.addressable_shards}
+    return sum(sizes.values()) == array.size
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

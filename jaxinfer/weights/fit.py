@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.parallel.processes import own_shards
+from jaxinfer.parallel.processes import has_all, own_shards
 from jaxinfer.quant import Quantized, Unquantized, is_stored
 from jaxinfer.quant.make.again import LayoutError, quantized_again
 from jaxinfer.types import ParamSpec, ParamTree
@@ -42,7 +42,7 @@ def own_checksums(tree: Any) -> dict[str, tuple[bool, str]]:
     for path, array in leaves_of(tree):
         if isinstance(array, jax.ShapeDtypeStruct):
             continue
-        whole = not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
+        whole = not isinstance(array, jax.Array) or has_all(array)
         parts = [(path, array)] if whole else [(f"{path} {at}", part) for at, part in enumerate(own_shards(array))]
         found[path] = whole, checksum_of(parts)
     return found

@@ -37,8 +37,8 @@ class Answers:
         self._due: collections.deque[list[Answer]] = collections.deque()
 
     def of(self, results: Any) -> Any:
-        """Replace each leaf of a tree, which are None, by an `Answer`, which numpy can read."""
-        leaves, form = jax.tree.flatten(results, is_leaf=lambda leaf: leaf is None)
+        """Replace each leaf of a tree by an `Answer`, which numpy can read."""
+        leaves, form = jax.tree.flatten(results)
         due = [Answer(self) for _ in leaves]
         self._due.append(due)
         return jax.tree.unflatten(form, due)

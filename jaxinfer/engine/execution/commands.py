@@ -144,7 +144,7 @@ class Command[Result]:
     """Operation of an executor: a frozen dataclass. ``Result`` is the return type of `Executor.run` for it.
 
     Attributes:
-        by_last_stage: only processes with the last pipeline stage have results; the others return None instead.
+        by_last_stage: only processes with the last pipeline stage have results; the others return ``...`` for each.
     """
 
     by_last_stage: ClassVar[bool] = False

@@ -45,10 +45,10 @@ from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
 from jaxinfer.sampling.training import WIDTH as ASKS
+from jaxinfer.sampling.training import Extras
 from jaxinfer.types import VISION
 
-_NONE: Any = None
-_ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results that another process has
+_ELSEWHERE: Any = ...  # an array that another process has
 
 
 class StageRuntime:
@@ -201,13 +201,13 @@ class LocalExecutor:
     Attributes:
         runtimes: one for each stage of which this process has devices.
         drafting: runtime of the draft model or head, if the model has one: on the devices of the last stage.
-        microbatches: see `ResolvedEngine.microbatches`; empty without the last stage: results are None there.
+        microbatches: see `ResolvedEngine.microbatches`; empty without the last stage: results are ``...`` there.
         handed: last output for a stage of another process: available when the step has run here.
     """
 
     def __init__(self, prepared: Prepared, mesh: Mesh, progress: CompileProgress | None = None) -> None:
         model, engine, limits = prepared
-        self._engine, meshes = engine, stages(mesh)
+        self._engine, self._experts, meshes = engine, limits.experts, stages(mesh)
         self._parts = list(dict.fromkeys(path[0] for path in targets_of(Stage(model), engine)))
         cuts = cut(model, len(meshes))
         places = [
@@ -318,7 +318,9 @@ class LocalExecutor:
                 return np.concatenate([stage.state_bytes(states) for stage in self.runtimes])
             case commands.DropSnapshots(snapshots):
                 return self._drop(snapshots)
-        return self._run_with_state(command) if self.microbatches else _NONE
+        if not self.microbatches:
+            return _ELSEWHERE if command.by_last_stage else None
+        return self._run_with_state(command)
 
     def _run_with_state(self, command: Command[Any]) -> Any:
         """Run a command on state that only the last stage has."""
@@ -347,6 +349,12 @@ class LocalExecutor:
                 raise TypeError(f"no executor runs {command!r}")
         return None
 
+    def _sampled_elsewhere(self) -> Sampled:
+        extras = None
+        if self._engine.enable_training_outputs:
+            extras = Extras(*(_ELSEWHERE,) * 4, routed=_ELSEWHERE if self._experts else None)
+        return Sampled(_ELSEWHERE, Logprobs(*(_ELSEWHERE,) * 4), extras)
+
     def _load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
         for runtime in self.runtimes:
             runtime.load(slot, self._parts[part], arrays)
@@ -368,7 +376,7 @@ class LocalExecutor:
             fed, drafted = self.microbatches[microbatch].input_tokens, self.microbatches[microbatch].input_drafted
         arriving = self._through(rows, lambda runtime, x: runtime.pass_decode(batch, x, drafted), fed)
         if not self.microbatches:
-            return _ELSEWHERE
+            return self._sampled_elsewhere()
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
         run, params, packed = last.programs(batch)
         masks = self._open_masks.get(rows) if command.masks is None else command.masks
@@ -380,7 +388,7 @@ class LocalExecutor:
 
     def _decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
         if not self.microbatches:
-            return _ELSEWHERE, _NONE
+            return self._sampled_elsewhere(), _ELSEWHERE
         chosen, last = self.microbatches[0], self.runtimes[-1]
         run, params, packed = last.programs(batch)
         program = run.decode_many[batch.positions.shape[0]]
@@ -425,7 +433,7 @@ class LocalExecutor:
         self._draft_prefill(batch)
         arriving = self._chunks_through(batch)
         if not self.microbatches:
-            return _ELSEWHERE.logprobs
+            return self._sampled_elsewhere().logprobs
         last = self.runtimes[-1]
         run, params, seen = last.programs(batch._replace(following=None))
         filled, logprobs = run.prefill_logprobs(params, last.pools, seen, arriving, following)

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxinfer.engine.core import EngineCore
+from jaxinfer.engine.core import EngineMemory
 from jaxinfer.engine.distributed.leader import Change, FollowerMemory
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
@@ -25,7 +25,7 @@ Read = Callable[[str], Model]
 """Opens the weights of a folder for the served model; raises RequestError if they cannot be served."""
 
 
-class LeadingWeights(ServedModel[EngineCore]):
+class LeadingWeights(ServedModel[EngineMemory]):
     """Weights and memory in process 0, which leads; the others have `FollowingWeights`.
 
     Args:
@@ -37,7 +37,7 @@ class LeadingWeights(ServedModel[EngineCore]):
     def __init__(
         self,
         model: Model,
-        engine: EngineCore,
+        engine: EngineMemory,
         group: Group,
         read: Read,
         root: str | None,
