@@ -52,6 +52,7 @@ LAYER = {
     "research": 9,
     "served": 9,
     "cli": 10,
+    "group_weights": 10,
     "llm": 10,
     "quantize": 10,
     "generate": 12,

@@ -22,13 +22,13 @@ from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.leader import FollowerMemory, follow
+from jaxinfer.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.loading import open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.group import Group, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.core.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.served import ServedModel, without_weights
 from jaxinfer.types import PlacedImage, Request
 from tests.fakes import mixed_params

@@ -12,7 +12,8 @@ from typing import Literal
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
-from jaxinfer.engine.distributed.leader import FollowerMemory
+from jaxinfer.engine.distributed.leader import FollowerMemory, follow
+from jaxinfer.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
@@ -20,7 +21,6 @@ from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.group import enter_group, run_follower
-from jaxinfer.serve.core.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
@@ -107,7 +107,8 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
     )
     served = ServedModel(model, FollowerMemory(executors, config), check_finite=settings.check_finite)
     read = functools.partial(read_weights, without_weights(model), config, settings)
-    run_follower(executors, group, FollowingWeights(served, group, read, settings.weights_root))
+    weights = FollowingWeights(served, group, read, settings.weights_root)
+    run_follower(group, engine=lambda: follow(executors, group, weights.changes), weights=weights.listen)
     return Built(None, describe(model, config, settings, folder), str(folder))
 
 

@@ -8,14 +8,11 @@ import importlib.metadata
 import json
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.engine.distributed.leader import follow
-from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.parallel.group import Group, GroupError, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
-from jaxinfer.serve.core.group_weights import FollowingWeights
 from jaxinfer.serve.core.process import leave_group
 from jaxinfer.serve.core.settings import CoreSettings
 
@@ -54,20 +51,17 @@ def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[
     return group
 
 
-def run_follower(executors: Mapping[int, LocalExecutor], group: Group, weights: FollowingWeights) -> None:
-    """Follow process 0 in separate threads until this process ends."""
-    _run_thread(group, "jaxinfer-engine", lambda: follow(executors, group, weights.changes))
-    _run_thread(group, "jaxinfer-weights", weights.listen)
+def run_follower(group: Group, **loops: Callable[[], None]) -> None:
+    """Run each loop that follows process 0 in a thread of its name until this process ends."""
 
-
-def _run_thread(group: Group, name: str, serve: Callable[[], None]) -> None:
-    def run() -> None:
+    def run(loop: Callable[[], None]) -> None:
         try:
-            serve()
+            loop()
         except Exception as error:  # noqa: BLE001 - any fault: the other processes must not wait for this one
             group.over(f"process {group.membership.process_id} ended by a fault: {error!r}")
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    for name, loop in loops.items():
+        threading.Thread(target=run, args=(loop,), name=f"jaxinfer-{name}", daemon=True).start()
 
 
 def _key(path: str | None) -> bytes:

@@ -13,10 +13,10 @@ import pytest
 
 from jaxinfer.engine.core import Pace
 from jaxinfer.engine.distributed.leader import follow
+from jaxinfer.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.serve.core.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.served import ServedModel
 from jaxinfer.weights.fit import checksum_of, leaves_of
 from tests.fakes import random_model
