@@ -2,7 +2,7 @@
 
 New weights are read by each process, which needs only those of its own devices, while the engine computes. Process 0
 asks for them by a note, and waits for what all say: if one cannot read them, none serves them. The exchange, sleep and
-waking are calls, in order with the steps.
+waking are calls, in order with the steps; each other process answers when it has made the change.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class LeadingWeights(ServedModel[EngineMemory]):
     def commit(self, staged: StagedWeights, version: int | None = None) -> WeightUpdate:
         self.require_version(version)
         self._call("exchange")
-        return super().commit(staged, version)
+        update = super().commit(staged, version)
+        self._group.notes()
+        return update
 
     def discard(self, staged: StagedWeights) -> None:
         if not staged.served:
@@ -165,6 +167,7 @@ class FollowingWeights:
 
     def _exchange(self) -> None:
         self._served.commit(self._staged.pop())
+        self._group.note({})
 
     def _sleep(self, level: int, tags: list[str]) -> None:
         self._served.sleep(level, tags)

@@ -40,11 +40,15 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, second
     )
 
 
-def require_processes(mesh: Mesh) -> None:
-    """Raise EngineConfigError if the processes of a group cannot share this mesh."""
+def require_processes(mesh: Mesh, grouped: bool = True) -> None:
+    """Raise EngineConfigError if the processes of JAX cannot share this mesh. ``grouped``: they are a group."""
     count = jax.process_count()
     if count == 1:
         return
+    if not grouped:  # each would plan its own steps, and wait in collectives for the others
+        raise EngineConfigError(
+            f"JAX has {count} processes here, and only `jaxinfer serve` runs an engine over several"
+        )
     if mesh.shape["dp_attn"] > 1:
         both = f"and num_processes = {count} exclude each other:"
         raise EngineConfigError(f"enable_dp_attention = True {both} one process plans the steps of all its devices")

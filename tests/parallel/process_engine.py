@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from typing import Any
 from unittest import mock
 
@@ -220,4 +221,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # else it waits for minutes for the others to end with it
