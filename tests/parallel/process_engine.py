@@ -223,6 +223,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BaseException:
+    finally:
         traceback.print_exc()
-        os._exit(1)  # else it waits for minutes for the others to end with it
+        os._exit(1)  # at its normal end a process waits for minutes for the others
