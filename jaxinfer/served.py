@@ -311,7 +311,7 @@ def _to_host(array: Any) -> Any:
     """Copy an array to the host's memory, page-locked if possible; on a CPU it is there. Others are left alone."""
     if not isinstance(array, jax.Array):
         return array
-    device = min(array.sharding.addressable_devices, key=lambda device: device.id)
+    device = array.addressable_shards[0].device
     kinds = [memory.kind for memory in device.addressable_memories()]
     if device.platform == "cpu" or _PAGE_LOCKED not in kinds:
         return array

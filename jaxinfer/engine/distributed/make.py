@@ -16,8 +16,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.prepare import Prepared, prepare
-from jaxinfer.engine.execution.requantize import compile_quantisers
+from jaxinfer.engine.execution.prepare import Prepared, compile_quantisers, prepare
 from jaxinfer.lora.open import open_store
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model

@@ -337,15 +337,19 @@ class Executor(Protocol):
     def stage(self, model: Model, *, drafts: bool = False) -> Any:
         """Place parameters of a prepared model, perhaps not all, or of its draft model, next to those in use. From any
         thread; does not wait for the copies."""
+        raise NotImplementedError
 
     def swap(self, weights: Sequence[Any]) -> None:
         """Use what `stage` has placed, for programs that follow."""
+        raise NotImplementedError
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         """Free the memory of pools and encoder cache, or of the parameters."""
+        raise NotImplementedError
 
     def wake(self) -> None:
         """Make empty pools."""
+        raise NotImplementedError
 
     def deleted(self) -> str | None:
         """Return the path of a parameter that another owner of its array has deleted."""
