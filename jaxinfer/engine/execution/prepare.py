@@ -103,8 +103,8 @@ def prepared_weights(model: Model, engine: ResolvedEngine, platform: str, mesh: 
 
 
 def compile_quantisers(model: Model, engine: ResolvedEngine, platform: str, mesh: Mesh) -> None:
-    """Compile what quantises new weights: quantise and place zeros, once in each form of the quantised weights of a model
-    and of its draft model."""
+    """Compile what quantises new weights: quantise and place zeros, once in each form of the quantised weights of a
+    model and of its draft model."""
     for each in (model, model.draft):
         if each is not None:
             _compile(each, engine, platform, mesh)
