@@ -337,19 +337,19 @@ class Executor(Protocol):
     def stage(self, model: Model, *, drafts: bool = False) -> Any:
         """Place parameters of a prepared model, perhaps not all, or of its draft model, next to those in use. From any
         thread; does not wait for the copies."""
-        raise NotImplementedError
+        raise _no_memory()
 
     def swap(self, weights: Sequence[Any]) -> None:
         """Use what `stage` has placed, for programs that follow."""
-        raise NotImplementedError
+        raise _no_memory()
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         """Free the memory of pools and encoder cache, or of the parameters."""
-        raise NotImplementedError
+        raise _no_memory()
 
     def wake(self) -> None:
         """Make empty pools."""
-        raise NotImplementedError
+        raise _no_memory()
 
     def deleted(self) -> str | None:
         """Return the path of a parameter that another owner of its array has deleted."""
@@ -358,6 +358,10 @@ class Executor(Protocol):
     def digest(self) -> str | None:
         """Return a digest of all executables; None: it is not known for all of them."""
         return None
+
+
+def _no_memory() -> NotImplementedError:
+    return NotImplementedError("this executor runs programs with the memory of another one")
 
 
 class SamplerSnapshot:
