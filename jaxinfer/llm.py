@@ -86,7 +86,8 @@ class LLM(LoRAFrontend, WeightFrontend):
             compilation_cache_dir=compilation_cache_dir,
             show_progress=show_progress,
         )
-        self._served: ServedModel | None = ServedModel(loaded, engine, shares=shares, check_finite=check_finite)
+        self._served: ServedModel[EngineCore] | None
+        self._served = ServedModel(loaded, engine, shares=shares, check_finite=check_finite)
         served, longest = self.model, self.engine.config.max_model_len
         parsers = detect("\n".join(served.chat_template.sources.values()) if served.chat_template is not None else "")
         self._intake = Intake(served.tokenizer, served.config.vocab_size, longest, self.engine.limits, parsers.thought)
@@ -121,11 +122,11 @@ class LLM(LoRAFrontend, WeightFrontend):
         return self._open().engine
 
     @property
-    def served(self) -> ServedModel:
+    def served(self) -> ServedModel[EngineCore]:
         """The model and its engine, whose weights and memory change between two steps."""
         return self._open()
 
-    def _open(self) -> ServedModel:
+    def _open(self) -> ServedModel[EngineCore]:
         if self._served is None:
             raise RuntimeError("this LLM is closed: make another one")
         return self._served

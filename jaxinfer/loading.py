@@ -206,7 +206,7 @@ def start_follower(
 
 def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -> tuple[MemoryPlan, EngineConfig]:
     """Return the memory plan, and the settings with its pool size: the minimum over processes, equal in all of them."""
-    require_processes(mesh)
+    require_processes(mesh, grouped=group is not None)
     plan = plan_engine(model, config, jax.default_backend(), mesh)
     if group is not None:
         plan = dataclasses.replace(plan, pages=group.least(plan.pages))

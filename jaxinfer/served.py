@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
-from jaxinfer.engine.core import EngineCore, Pace, PauseMode
+from jaxinfer.engine.core import EngineCore, EngineMemory, Pace, PauseMode
 from jaxinfer.engine.execution.stages import unshared
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import bias_path, merge_lora
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.arrays import abstract, overlaid
+from jaxinfer.parallel.arrays import abstract, in_memory, overlaid
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import HEAD, walk_specs
+from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.fit import (
     as_declared,
     checksum_of,
@@ -66,20 +67,23 @@ class WeightUpdate:
 
 @dataclasses.dataclass
 class StagedWeights:
-    """Weights on the devices that are not served yet: placed parameters in portions, and the model's parameters."""
+    """Weights on the devices: placed parameters in portions, and the model's parameters. ``served``: they are served,
+    or were."""
 
     placed: list[Any]
     params: dict[str, Any]
     drafts: bool
     shares: bool
     seconds: float
+    served: bool = False
 
 
-class ServedModel:
-    """The model of a running engine. Methods but `stage` are called between two steps of the engine.
+class ServedModel[Engine: EngineMemory]:
+    """The model of a running engine. Methods but `stage` and `discard` are called between two steps of the engine.
 
     Args:
-        model: the model, with the parameters that the engine was made with.
+        model: the model, with the parameters that the engine was made with; those that only other processes have are
+            abstract.
         engine: its engine.
         shares: the caller keeps references to the parameters.
         check_finite: reject new weights with NaN or infinity.
@@ -88,8 +92,9 @@ class ServedModel:
         model: its parameters are those that are served; abstract while they are asleep.
     """
 
-    def __init__(self, model: Model, engine: EngineCore, *, shares: bool = False, check_finite: bool = False) -> None:
+    def __init__(self, model: Model, engine: Engine, *, shares: bool = False, check_finite: bool = False) -> None:
         self.model, self.engine, self._check_finite = model, engine, check_finite
+        self._elsewhere = {False: _abstract_names(model), True: _abstract_names(model.draft)}  # by ``drafts``
         self._asleep: dict[str, list[_Kept]] = {}  # by tag, with what is kept on the host
         self._dropped = self._resumes = False
         self._staging = threading.Lock()
@@ -126,8 +131,11 @@ class ServedModel:
         Raises:
             WeightsError: names the first parameter that is missing, unknown or of another shape or dtype.
         """
-        with jax.transfer_guard("allow"):  # a trainer may forbid transfers in its own thread
-            return self._staged(weights, names=names, partial=partial, drafts=drafts, cast=cast, copy=copy)
+        try:
+            with jax.transfer_guard("allow"):  # a trainer may forbid transfers in its own thread
+                return self._staged(weights, names=names, partial=partial, drafts=drafts, cast=cast, copy=copy)
+        except CheckpointError as error:  # of values, which are read when they are placed
+            raise wrong("params", f": {error}") from error
 
     def _staged(
         self, weights: Any, *, names: str | None, partial: bool, drafts: bool, cast: bool, copy: bool
@@ -145,8 +153,9 @@ class ServedModel:
         fit = functools.partial(fitted, declared=declared, dtype=str(model.dtype), cast=cast, copy=copy)
         ours = {name: map_nodes(fit, node, given[name], (name,)) for name, node in specs.items()}
         with self._staging:
-            placed, params, copying = [], dict[str, Any](), 0
-            for name in specs:
+            placed, copying = [], 0
+            params = {name: model.params[name] for name in specs if name in self._elsewhere[drafts]}
+            for name in (name for name in specs if name not in params):
                 part = model.replace(specs={name: specs[name]}, params={name: ours.pop(name)()}, draft=None)
                 placed.append(self.engine.stage(part, drafts=drafts))
                 params[name] = placed_node(part.params[name], placed[-1], name)
@@ -172,17 +181,22 @@ class ServedModel:
         if not staged.drafts:
             self._dropped = False
             self._resume_awake()
-        arrays = {path: weakref.ref(array) for path, array in leaves_of(staged.params)}
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(staged.params))
+        leaves = dict(leaves_of(staged.params))
+        arrays = {path: weakref.ref(leaf) for path, leaf in leaves.items() if not is_abstract(leaf)}
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
         return WeightUpdate(self.engine.weight_version, size, staged.seconds + time.perf_counter() - begun, arrays)
 
     def _swap(self, staged: StagedWeights, version: int) -> None:
         restart = not staged.drafts and bool(staged.params.keys() - _AFTER_THE_LAYERS)
         self.engine.swap(staged.placed, version, restart=restart)
+        staged.served = True
         old = self.model.draft if staged.drafts else self.model
         assert old is not None
         new = old.replace(params=overlaid(old.params, staged.params))
         self.model = self.model.replace(draft=new) if staged.drafts else new
+
+    def discard(self, staged: StagedWeights) -> None:
+        """Forget staged weights that are not served. From any thread."""
 
     def require_version(self, version: int | None) -> int:
         """Return the number of the next version; raise WeightsError unless weights can be updated to ``version``."""
@@ -220,8 +234,7 @@ class ServedModel:
         Raises:
             RequestError: a value is wrong.
         """
-        if level not in (1, 2) or isinstance(level, bool):
-            raise RequestError("level", f"={level!r} must be 1 or 2")
+        require_level(level)
         wanted = [tag for tag in require_tags(tags) if tag not in self._asleep]
         if self.engine.pace is not Pace.PAUSED:
             self._resumes = True
@@ -229,7 +242,7 @@ class ServedModel:
         kept = self._kept(level) if WEIGHTS in wanted else []
         self.engine.sleep(cache=CACHE in wanted, weights=WEIGHTS in wanted)
         if WEIGHTS in wanted:
-            self._dropped, self.model = self._dropped or level == 2, _without_weights(self.model)
+            self._dropped, self.model = self._dropped or level == 2, without_weights(self.model)
         self._asleep |= {tag: kept if tag == WEIGHTS else [] for tag in wanted}
 
     def _kept(self, level: int) -> list[_Kept]:
@@ -241,7 +254,8 @@ class ServedModel:
         wanted = [tag for tag in require_tags(tags) if tag in self._asleep]
         if WEIGHTS in wanted:
             for each in self._asleep.pop(WEIGHTS):
-                self._swap(self.stage(each.on_device(), drafts=each.drafts), self.engine.weight_version)
+                staged = ServedModel.stage(self, each.on_device(), drafts=each.drafts)
+                self._swap(staged, self.engine.weight_version)
         if CACHE in wanted:
             self.engine.wake()
             del self._asleep[CACHE]
@@ -280,39 +294,45 @@ class ServedModel:
 
 
 class _Kept(NamedTuple):
-    """Weights in host memory, of the model or of its draft model (``drafts``), and their shardings before."""
+    """Weights in host memory, of the model or of its draft model (``drafts``)."""
 
     drafts: bool
     params: Any
-    shardings: Any
 
     @staticmethod
     def of(model: Model, *, drafts: bool = False) -> _Kept:
-        hosted = jax.block_until_ready(jax.tree.map(_to_host, model.params))
-        return _Kept(drafts, hosted, jax.tree.map(lambda x: x.sharding, model.params))
+        return _Kept(drafts, jax.block_until_ready(jax.tree.map(_to_host, model.params)))
 
     def on_device(self) -> Any:
-        return jax.tree.map(jax.device_put, self.params, self.shardings)
+        return jax.tree.map(_to_device, self.params)
 
 
-def _to_host(array: jax.Array) -> jax.Array:
-    """Copy an array to the host's memory, page-locked if possible; on a CPU it is there."""
-    device = next(iter(array.devices()))
+def _to_host(array: Any) -> Any:
+    """Copy an array to the host's memory, page-locked if possible; on a CPU it is there. Others are left alone."""
+    if not isinstance(array, jax.Array):
+        return array
+    device = array.addressable_shards[0].device
     kinds = [memory.kind for memory in device.addressable_memories()]
     if device.platform == "cpu" or _PAGE_LOCKED not in kinds:
         return array
-    return jax.device_put(array, array.sharding.with_memory_kind(_PAGE_LOCKED))
+    return in_memory(array, _PAGE_LOCKED)
 
 
-def _without_weights(model: Model) -> Model:
-    draft = None if model.draft is None else _without_weights(model.draft)
+def _to_device(array: Any) -> Any:
+    there = not isinstance(array, jax.Array) or array.sharding.memory_kind != _PAGE_LOCKED
+    return array if there else in_memory(array)
+
+
+def without_weights(model: Model) -> Model:
+    """Return a model with abstract parameters."""
+    draft = None if model.draft is None else without_weights(model.draft)
     return model.replace(params=abstract(model.params), draft=draft)
 
 
 class WeightFrontend:
     """Mixin of classes that have a `ServedModel`: new weights, pauses, and memory that is given back (docs/rl.md)."""
 
-    def _open(self) -> ServedModel:
+    def _open(self) -> ServedModel[EngineCore]:
         raise NotImplementedError
 
     @property
@@ -411,6 +431,15 @@ class WeightFrontend:
         return bool(self._open().asleep)
 
 
+def is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _abstract_names(model: Model | None) -> frozenset[str]:
+    params = {} if model is None else model.params
+    return frozenset(name for name in params if any(map(is_abstract, jax.tree.leaves(params[name]))))
+
+
 def _has(tree: Any, path: tuple[str, ...]) -> bool:
     return not path or (isinstance(tree, dict) and path[0] in tree and _has(tree[path[0]], path[1:]))
 
@@ -440,6 +469,12 @@ def require_mode(mode: str) -> PauseMode:
     if mode not in MODES:
         raise RequestError("mode", f"={mode!r} must be one of {', '.join(MODES)}")
     return cast(PauseMode, mode)
+
+
+def require_level(level: int) -> None:
+    """Raise RequestError unless it is a level of `ServedModel.sleep`."""
+    if level not in (1, 2) or isinstance(level, bool):
+        raise RequestError("level", f"={level!r} must be 1 or 2")
 
 
 def require_tags(tags: Iterable[str]) -> list[str]:

@@ -53,6 +53,7 @@ LAYER = {
     "research": 9,
     "served": 9,
     "cli": 10,
+    "group_weights": 10,
     "llm": 10,
     "async_llm": 11,
     "quantize": 10,

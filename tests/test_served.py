@@ -18,8 +18,9 @@ from jaxinfer.engine.engine import DeletedWeightsError
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import RequestError, SamplingParams
-from jaxinfer.weights.errors import WeightsError
+from jaxinfer.weights.errors import CheckpointError, WeightsError
 from jaxinfer.weights.fit import checksum_of, leaves_of
+from jaxinfer.weights.load import Deferred
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, make_requests
 from tests.engine.test_invariance import bits
 from tests.fakes import random_model
@@ -268,6 +269,29 @@ def test_wrong_weights_change_nothing(checked, kind):
     assert refused.value.name == place
     assert llm.weight_version == 0
     assert bits(generate(llm, [request])[0]) == before
+
+
+def test_what_is_read_when_it_is_placed_is_read_once_and_may_fail(checked):
+    """Arrays of a checkpoint are read by shards; what cannot be read is an error of the update."""
+    params, read = checked.model.params, list[tuple[slice, ...]]()
+    down = params["layers_1"]["mlp"]["down"]
+
+    def fill(index: tuple[slice, ...]) -> np.ndarray:
+        read.append(index)
+        return np.asarray(down)[index]
+
+    def broken(index: tuple[slice, ...]) -> np.ndarray:
+        raise CheckpointError("the file ends")
+
+    def stage(give: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        lazy = Deferred(down.shape, down.dtype, give)
+        return checked._served.stage({"layers_1": {"mlp": {"down": lazy}}}, partial=True)
+
+    np.testing.assert_array_equal(stage(fill).params["layers_1"]["mlp"]["down"], down)
+    assert len(read) == 1
+    with pytest.raises(WeightsError) as refused:
+        stage(broken)
+    assert refused.value.name == "params"
 
 
 def test_versions_go_up(tiny):

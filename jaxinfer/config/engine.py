@@ -39,6 +39,8 @@ class ExecutionConfig:
             vocabulary, which needs ``enable_training_outputs``.
         enable_training_outputs: requests may ask for ``logprobs_mode``, ``logprob_token_ids``, ``return_entropy``,
             ``return_sampling_mask`` and ``return_routed_experts``. Off: the programs have no such outputs.
+        enable_weight_updates: the weights change while the engine runs: what quantises new ones is compiled at the
+            start, and not by the first update. A server with ``weights_root`` sets it.
         exactness: "exact": batch-invariant: results are bitwise identical whatever else is served; "relaxed": cached
             pages computed by other programs are reused, too.
         structured_output_helpers: processes that compute grammar masks, started by the first request with
@@ -60,6 +62,7 @@ class ExecutionConfig:
     activation_dtype: str = "auto"
     max_logprobs: int = 20
     enable_training_outputs: bool = False
+    enable_weight_updates: bool = False
     exactness: str = "exact"
     structured_output_helpers: int = 2
     attention_backend: str = "auto"

@@ -41,23 +41,61 @@ class Pace(enum.Enum):
 
 
 @runtime_checkable
-class EngineCore(Protocol):
+class EngineMemory(Protocol):
+    """Protocol of what has weights and pools on devices: an engine, or the part of one in another process.
+
+    Attributes:
+        shares_weights: others have references to arrays of the weights, and may delete them.
+    """
+
+    shares_weights: bool
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the served weights; 0: those that it was started with."""
+
+    @property
+    def pace(self) -> Pace:
+        """Whether it runs, drains or is paused. While it drains or is paused, `EngineCore.add` only queues."""
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop after the steps in flight ("keep"), when all begun requests have ended ("wait": it drains first), or
+        after aborting all requests ("abort")."""
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
+        """Replace weights between two steps by those that `stage` has placed. Sequences go on with their tokens, whose
+        keys and values are computed again.
+
+        Args:
+            restart: false: the weights change no keys and values: nothing is computed again.
+        """
+
+    def stage(self, model: Any, *, drafts: bool = False) -> Any:
+        """Place some parameters of the model (`jaxinfer.models.model.Model`), or of its draft model, on the devices, in
+        the form that programs take, next to the served ones. From any thread."""
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        """Free the memory of the KV cache, of the weights, or of both. The engine must be paused."""
+
+    def wake(self) -> None:
+        """Make an empty KV cache. Weights come from `stage` and `swap`."""
+
+
+@runtime_checkable
+class EngineCore(EngineMemory, Protocol):
     """Protocol of continuous batching engines for token-id requests: an engine, replicas, or data-parallel attention.
 
     Attributes:
         config: resolved settings; with replicas the settings of each.
         limits: sampler limits for requests.
         loras: adapters that requests may name; None: no adapters are served.
-        shares_weights: others have references to arrays of the weights, and may delete them.
     """
 
     config: ResolvedEngine
     loras: LoRAStore | None
-    shares_weights: bool
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the served weights; 0: those that it was started with."""
 
     @property
     def limits(self) -> SamplingLimits: ...
@@ -94,35 +132,6 @@ class EngineCore(Protocol):
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number. Running sequences keep theirs, which no other can match."""
-
-    @property
-    def pace(self) -> Pace:
-        """Whether it runs, drains or is paused. While it drains or is paused, `add` only queues."""
-
-    def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop after the steps in flight ("keep"), when all begun requests have ended ("wait": it drains first), or
-        after aborting all requests ("abort")."""
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-
-    def swap(self, weights: Sequence[Any], version: int, *, restart: bool = True) -> None:
-        """Replace weights between two steps by those that `stage` has placed. Sequences go on with their tokens, whose
-        keys and values are computed again.
-
-        Args:
-            restart: false: the weights change no keys and values: nothing is computed again.
-        """
-
-    def stage(self, model: Any, *, drafts: bool = False) -> Any:
-        """Place some parameters of the model (`jaxinfer.models.model.Model`), or of its draft model, on the devices, in
-        the form that programs take, next to the served ones. From any thread."""
-
-    def sleep(self, *, cache: bool, weights: bool) -> None:
-        """Free the memory of the KV cache, of the weights, or of both. The engine must be paused."""
-
-    def wake(self) -> None:
-        """Make an empty KV cache. Weights come from `stage` and `swap`."""
 
     def journals(self) -> list[Journal]:
         """Start recording changes of cached pages, one journal per replica; to be called before any request."""

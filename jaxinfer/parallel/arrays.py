@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.dtypes import itemsize_bits
 from jax.sharding import NamedSharding
 
+from jaxinfer.parallel.processes import put_whole
+
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place ``value`` with a sharding. Data already in place, perhaps also on other devices, is not copied."""
+    """Place ``value`` with a sharding. Data already in place, perhaps also on other devices, is not copied. Where the
+    sharding has devices of several processes, ``value`` has their shards of it, or all of it."""
     shards = there(value, sharding) if isinstance(value, jax.Array) else None
     if shards is not None:
         return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return _moved(value, sharding)
-    return jax.device_put(value, sharding)
+    return cast(jax.Array, put_whole(value, sharding))
+
+
+def in_memory(value: jax.Array, kind: str | None = None) -> jax.Array:
+    """Copy the shards that this process has of an array to another memory of their devices. ``kind``: JAX's name of it;
+    None: the devices' own."""
+    shards = value.addressable_shards
+    kind = kind or shards[0].device.default_memory().kind
+    parts = [jax.device_put(shard.data, shard.data.sharding.with_memory_kind(kind)) for shard in shards]
+    return jax.make_array_from_single_device_arrays(value.shape, value.sharding.with_memory_kind(kind), parts)
 
 
 def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:

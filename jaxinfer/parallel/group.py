@@ -26,6 +26,7 @@ BEAT_SECONDS = 0.5
 TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _STRANGERS = 16  # concurrent handshakes
+_NOTE = "note"
 
 _log = logging.getLogger("jaxinfer.parallel.group")
 
@@ -73,6 +74,7 @@ class _Peer:
         heard: frames received so far.
         calls: calls sent to it.
         called, done: how many of these calls have returned there, and how many have their results there.
+        notes: notes from it, see `Group.note`.
         lost: reason why the connection is over.
     """
 
@@ -81,6 +83,7 @@ class _Peer:
         self.heard = self.calls = self.called = self.done = 0
         self.lost: str | None = None
         self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.notes: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         _thread(self._read, f"jaxinfer-from-{number}")
 
     def _read(self) -> None:
@@ -90,6 +93,8 @@ class _Peer:
                 frame = self.channel.receive()
                 if frame.kind == "beat":
                     self.called, self.done = int(frame.values["called"]), int(frame.values["done"])
+                elif frame.kind == _NOTE:
+                    self.notes.put(frame.values)
                 else:
                     self.inbox.put(frame)
                 self.heard += 1
@@ -191,6 +196,17 @@ class Group:
     def answer(self, process: int) -> tuple[np.ndarray, ...]:
         """Wait for the next results that ``process`` sends to process 0, and return them."""
         return self._next(next(peer for peer in self._peers if peer.number == process), "answer").arrays
+
+    # ---- notes
+
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Send plain values (JSON) to all other processes, or from one of them to process 0; from any thread. Notes are
+        no calls: they are in no order with these, and nobody waits for their effects."""
+        self._broadcast(Frame(_NOTE, values))
+
+    def notes(self) -> dict[int, Mapping[str, Any]]:
+        """Wait for the next note of each process that sends any to this one; return them by process."""
+        return {peer.number: peer.notes.get() for peer in self._peers}
 
     # ---- watching
 

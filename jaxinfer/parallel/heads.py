@@ -103,7 +103,8 @@ def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: copied(x, spec, copies), value)
     heads, members = _dimensions(spec)
-    numbers: Any = np if isinstance(value, np.ndarray) else jnp
+    numbers: Any = jnp if isinstance(value, jax.Array) else np
+    value = numbers.asarray(value)
     queries, rest = numbers.split(value, [value.shape[members] - _KEY_AND_VALUE], axis=members)
     form = list(queries.shape)
     form[heads : members + 1] = form[heads] * copies, form[members] // copies

@@ -40,11 +40,15 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, second
     )
 
 
-def require_processes(mesh: Mesh) -> None:
-    """Raise EngineConfigError if the processes of a group cannot share this mesh."""
+def require_processes(mesh: Mesh, grouped: bool = True) -> None:
+    """Raise EngineConfigError if the processes of JAX cannot share this mesh. ``grouped``: they are a group."""
     count = jax.process_count()
     if count == 1:
         return
+    if not grouped:  # each would plan its own steps, and wait in collectives for the others
+        raise EngineConfigError(
+            f"JAX has {count} processes here, and only `jaxinfer serve` runs an engine over several"
+        )
     if mesh.shape["dp_attn"] > 1:
         both = f"and num_processes = {count} exclude each other:"
         raise EngineConfigError(f"enable_dp_attention = True {both} one process plans the steps of all its devices")
@@ -105,12 +109,28 @@ def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
 
     The array is sharded along one of its axes at most, and the devices of a process are consecutive along it.
     """
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    parts = {_start(shard.index): shard.data for shard in array.addressable_shards}
-    ordered = [np.asarray(parts[start]) for start in sorted(parts)]
+    parts = own_shards(array)
+    if len(parts) == 1:
+        return parts[0]
     (axis,) = _spread(array.sharding, array.shape)
-    return np.concatenate(ordered, axis)
+    return np.concatenate(parts, axis)
+
+
+def own_shards(array: Array) -> list[Shaped[np.ndarray, "..."]]:
+    """Copy this process's different shards of an array to the host, in the order of their places, or all of it if this
+    process has all. Waits."""
+    if has_all(array):
+        return [np.asarray(array)]
+    parts = {_start(shard.index): shard.data for shard in array.addressable_shards}
+    return [np.asarray(parts[start]) for start in sorted(parts)]
+
+
+def has_all(array: Array) -> bool:
+    """Whether the shards of this process are all different shards of an array."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return True
+    sizes = {_start(shard.index): shard.data.size for shard in array.addressable_shards}
+    return sum(sizes.values()) == array.size
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

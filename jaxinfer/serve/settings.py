@@ -180,7 +180,8 @@ class WeightsConfig:
     """Weights that operators change while the server runs.
 
     Attributes:
-        weights_root: folder below which operators may read new weights (default: they may read none).
+        weights_root: folder below which operators may read new weights (default: they may read none); of several
+            processes each has its own, with the same folders below it.
     """
 
     weights_root: str | None = None
@@ -486,8 +487,6 @@ def _check_loras(config: ServeConfig) -> None:
 def _check_weights(config: ServeConfig) -> None:
     root = config.weights_root
     _require(root is None or pathlib.Path(root).is_dir(), "weights_root", root, "must be a folder")
-    both = f"and num_processes = {config.num_processes} exclude each other"
-    _require(root is None or config.num_processes == 1, "weights_root", root, both)
 
 
 def _check_exposure(config: ServeConfig, guarded: bool) -> None:

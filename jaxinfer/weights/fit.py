@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.parallel.processes import own_part
+from jaxinfer.parallel.processes import has_all, own_shards
 from jaxinfer.quant import Quantized, Unquantized, is_stored
 from jaxinfer.quant.make.again import LayoutError, quantized_again
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import WeightsError
+from jaxinfer.weights.load import Deferred
 
 
 def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -33,6 +34,18 @@ def checksum_of(arrays: Iterable[tuple[str, Any]]) -> str:
         digest.update(f"{path} {values.shape} {values.dtype}".encode())
         digest.update(values.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def own_checksums(tree: Any) -> dict[str, tuple[bool, str]]:
+    """Return a digest of each array of a tree, by path, as far as this process has it, and whether it has all of it."""
+    found = {}
+    for path, array in leaves_of(tree):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            continue
+        whole = not isinstance(array, jax.Array) or has_all(array)
+        parts = [(path, array)] if whole else [(f"{path} {at}", part) for at, part in enumerate(own_shards(array))]
+        found[path] = whole, checksum_of(parts)
+    return found
 
 
 def selected(specs: ParamTree, given: Any, *, partial: bool, path: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -133,6 +146,8 @@ def _array(path: str, spec: ParamSpec, value: Any, *, dtype: str, cast: bool, co
     wanted = jnp.dtype(spec.dtype or dtype)
     if value.dtype != wanted and not cast:
         raise wrong(path, f"is {value.dtype}, and must be {wanted}: cast=True converts it")
+    if isinstance(value, Deferred) and value.dtype == wanted:
+        return lambda: value  # read where it is placed, by shards
     if isinstance(value, jax.Array) and (value.dtype == wanted or _platform(value) != "cpu"):
         if value.dtype != wanted:
             return lambda: value.astype(wanted)
@@ -165,18 +180,26 @@ def placed_node(own: Any, placed: Any, name: str) -> Any:
     """Return a node with the placed arrays, as far as they are in its form; others stay the given ones."""
     while isinstance(placed, list):
         placed = next((each for each in placed if each), {})
-    there = placed.get(name)
-    forms: list[Any] = [jax.tree.structure(node) for node in (own, there)]
-    if forms[0] != forms[1]:
+    if name not in placed:
         return own
-    return jax.tree.map(lambda mine, other: other if mine.shape == other.shape else mine, own, there)
+    return jax.tree.map(_placed_or_given, own, placed[name], is_leaf=is_stored)
+
+
+def _placed_or_given(own: Any, placed: Any) -> Any:
+    if is_stored(own):
+        forms: list[Any] = [jax.tree.flatten(jax.tree.map(np.shape, node)) for node in (own, placed)]
+        return placed if forms[0] == forms[1] else own
+    array = placed.weight if isinstance(placed, Unquantized) else placed  # wrapped for a kernel
+    if array.shape == own.shape:
+        return array
+    return np.asarray(own) if isinstance(own, Deferred) else own
 
 
 def require_finite(node: Any, name: str) -> None:
     for path, array in leaves_of({name: node}):
-        part = own_part(array) if isinstance(array, jax.Array) else np.asarray(array)
-        if jnp.issubdtype(part.dtype, jnp.floating) and not np.isfinite(part).all():
-            raise wrong(path, "has NaN or infinite values")
+        for part in own_shards(array) if isinstance(array, jax.Array) else [np.asarray(array)]:
+            if jnp.issubdtype(part.dtype, jnp.floating) and not np.isfinite(part).all():
+                raise wrong(path, "has NaN or infinite values")
 
 
 def wrong(place: str, reason: str) -> WeightsError:

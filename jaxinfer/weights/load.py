@@ -66,7 +66,7 @@ def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
-    """An array of a checkpoint that is read anew on every conversion to numpy."""
+    """An array of a checkpoint that is read anew on every conversion to numpy; ``fill`` reads a slice of it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

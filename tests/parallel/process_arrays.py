@@ -9,13 +9,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.compilations import count_compilations
 from jaxinfer.config import EngineConfigError
+from jaxinfer.parallel.arrays import in_memory, put
 from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import make_mesh, page_sharding, replicated, stages
 from jaxinfer.parallel.processes import (
+    has_all,
     join_processes,
     on_host,
     own_devices,
     own_part,
+    own_shards,
     processes_of,
     put_whole,
     require_processes,
@@ -36,6 +39,22 @@ def check_pages(spec: CacheSpec, shape: tuple[int, ...], mine: slice) -> None:
     back = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=sharding)(outside)
     for shard in back.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
+
+
+def check_shards(whole: jax.Array, split: jax.Array, number: int) -> None:
+    """Check the shards of an array that each process has whole, and of one that it has half of: they move alone."""
+    parts = [np.arange(4 * number + 2 * place, 4 * number + 2 * place + 2) for place in (0, 1)]
+    assert has_all(whole)
+    assert not has_all(split)
+    with count_compilations() as compiled:
+        outside = in_memory(split, "pinned_host")
+        again = in_memory(outside)
+    assert compiled.count == 0
+    assert outside.sharding.memory_kind == "pinned_host"
+    assert again.sharding.memory_kind == jax.local_devices()[0].default_memory().kind
+    for array in (split, outside, again, put(np.arange(8), split.sharding)):
+        np.testing.assert_array_equal(own_shards(array), parts)
+    np.testing.assert_array_equal(own_shards(whole), [np.arange(5)])
 
 
 def check_link() -> None:
@@ -72,6 +91,8 @@ def check_refusals() -> None:
     ):
         with pytest.raises(EngineConfigError, match=words):
             require_processes(mesh)
+    with pytest.raises(EngineConfigError, match="JAX has 2 processes here"):
+        require_processes(make_mesh(4), grouped=False)
 
 
 def main() -> None:
@@ -90,6 +111,7 @@ def main() -> None:
     assert everywhere["b"].shape == ()
     split = NamedSharding(mesh, PartitionSpec(("expert", "tensor")))
     np.testing.assert_array_equal(own_part(put_whole(np.arange(8), split)), np.arange(4 * number, 4 * number + 4))
+    check_shards(everywhere["a"], put_whole(np.arange(8), split), number)
     check_refusals()
     check_link()
     print("all is well")

@@ -11,7 +11,11 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+
+from jaxinfer.loading import load_model
 
 BOUND = 500.0
 
@@ -38,8 +42,9 @@ def given(repo: pathlib.Path, processes: int, devices: int, sizes: dict[str, Any
             stack.callback(process.kill)
         out, error = running[0].communicate(timeout=BOUND)
         assert running[0].returncode == 0, error[-4000:]
+        others = [process.communicate(timeout=BOUND)[0] for process in running[1:]]
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return result
+    return result | {"compiled elsewhere": [int(each.splitlines()[-1]) for each in others]}
 
 
 SHAPES = {
@@ -93,7 +98,7 @@ def test_adapters_that_are_loaded_amid_requests_are_in_every_process(repo):
     assert got["compiled"] == 0
 
 
-IMAGES = {
+PLACES = {
     "a stage in each of two": {"pipeline_parallel_size": 2},
     "a stage over two": {"tensor_parallel_size": 2},
     "a replica in each of two": {"data_parallel_size": 2},
@@ -101,14 +106,84 @@ IMAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("name", PLACES)
 def test_images_of_several_processes_have_the_bits_of_one(repo, name):
     """The tower is in the processes of the first stage, whose encoder caches evict and keep the same images."""
     work = {"model": "demo-vision", "images": True}
-    settings = {**IMAGES[name], "encoder_cache_size": 144}
+    settings = {**PLACES[name], "encoder_cache_size": 144}
     want, got = (given(repo, count, 2 // count, settings, **work) for count in (1, 2))
     assert got["found"] == want["found"]
     assert got["encoded"] == want["encoded"]
     assert min(got["encoded"]) > 0
     assert got["compiled"] == 0
     assert got["preempted"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Return a folder with weights ``a`` of the model, and other ones, ``b``."""
+    root, random = tmp_path_factory.mktemp("weights"), np.random.default_rng(0)
+    model = load_model("demo-draft", show_progress=False)
+    model.save(root / "a")
+
+    def changed(array: Any) -> Any:
+        return (np.asarray(array) * (1 + 0.2 * random.standard_normal(array.shape))).astype(array.dtype)
+
+    model.replace(params=jax.tree.map(changed, model.params)).save(root / "b")
+    return root
+
+
+AMID = [
+    [0, "checksums"],
+    [3, "stage", "b"],
+    [9, "commit", 5],
+    [9, "checksums"],
+    [14, "sleep"],
+    [14, "wake"],
+    [20, "sleep", 2],
+    [20, "wake"],
+    [20, "stage", "a"],
+    [20, "commit"],
+    [20, "checksums"],
+    [26, "sleep", 1, ["kv_cache"]],
+    [26, "wake"],
+]
+"""Changes while requests run, of which no step may see a part."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
+def test_weights_of_several_processes_change_and_sleep_as_those_of_one(repo, weights, name):
+    work = {"changes": AMID, "roots": [str(weights)] * 2, "requests": 12}
+    want, got = (given(repo, count, 2 // count, PLACES[name], **work) for count in (1, 2))
+    assert got["found"] == want["found"]
+    assert got["versions"] == [5, 6]
+    assert got["compiled"] == sum(got["compiled elsewhere"]) == 0
+    start, other, again = got["sums"]
+    assert start == again
+    assert all(start[path] != other[path] for path in start)
+    alike = [path for path in start if start[path] == want["sums"][0][path]]
+    assert "final_norm.scale" in alike
+    assert (alike == list(start)) == (name != "a stage over two")  # there no process has all of a matrix
+
+
+@pytest.mark.slow
+def test_an_update_before_all_requests_gives_the_tokens_of_an_engine_that_starts_with_it(repo, weights):
+    sizes = {"tensor_parallel_size": 2}
+    want = given(repo, 1, 2, sizes, model=str(weights / "b"), requests=6)
+    changes = [[0, "stage", "b"], [0, "commit"]]
+    got = given(repo, 2, 1, sizes, changes=changes, roots=[str(weights)] * 2, requests=6)
+    assert got["found"] == want["found"]
+    assert got["versions"] == [1]
+
+
+@pytest.mark.slow
+def test_weights_that_one_process_lacks_change_nothing(repo, weights, tmp_path):
+    sizes = {"pipeline_parallel_size": 2}
+    changes = [[3, "stage", "b"], [6, "commit"], [9, "checksums"]]
+    want = given(repo, 2, 1, sizes, requests=6)
+    got = given(repo, 2, 1, sizes, changes=changes, roots=[str(weights), str(tmp_path)], requests=6)
+    assert got["found"] == want["found"]
+    assert got["versions"] == []
+    assert len(got["refused"]) == 1
+    assert "process 1" in got["refused"][0]

@@ -27,11 +27,12 @@ class FakeWeights:
         text: the served parameter.
         may_stage: `stage` ends when it is set.
         staging: number of calls of `stage` that have begun.
+        discarded: what was staged and not served.
     """
 
     def __init__(self, engine) -> None:
         self.text, self._engine = "start", engine
-        self.may_stage, self.staging = threading.Event(), 0
+        self.may_stage, self.staging, self.discarded = threading.Event(), 0, []
         self.may_stage.set()
         self._asleep: set[str] = set()
         self._resumes = False
@@ -53,6 +54,9 @@ class FakeWeights:
         self._engine.swap([staged], number)
         self.text = staged
         return FakeUpdate(number, len(staged))
+
+    def discard(self, staged):
+        self.discarded.append(staged)
 
     def require_version(self, version):
         served = self._engine.weight_version

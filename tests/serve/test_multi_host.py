@@ -14,13 +14,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
+import jax
+import numpy as np
 import pytest
 
 from jaxinfer import client as c
 from jaxinfer.cli.serve import parse
+from jaxinfer.loading import load_model
 from jaxinfer.protos.v1 import control_pb2 as control
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.serve.__main__ import serve
@@ -75,14 +78,17 @@ def pair_of(
     cache: pathlib.Path,
     stuck: pathlib.Path | None = None,
     stages: int = 1,
+    roots: Sequence[pathlib.Path] = (),
 ) -> Iterator[Pair]:
-    """Yield a group with half of the devices per process; ``stuck``: file for `stuck_core` in the second process."""
+    """Yield a group with half of the devices per process; ``stuck``: file for `stuck_core` in the second process;
+    ``roots``: folder of weights of each process."""
     with contextlib.ExitStack() as stack:
         found = []
         for number in (0, 1):
             place = folder / str(number)
             place.mkdir()
-            given = arguments(model, devices, cache, *group_flags(folder, number), stages=stages)
+            root = ["--weights-root", str(roots[number])] if roots else []
+            given = arguments(model, devices, cache, *group_flags(folder, number), *root, stages=stages)
             if number and stuck is not None:
                 given = ["-m", "tests.serve.test_multi_host", str(stuck), json.dumps(stuck_settings(given))]
             with forced(devices // 2):
@@ -182,6 +188,53 @@ def test_two_processes_serve_and_come_back(tmp_path):
         assert compiled_since_ready(pair.first) == 0
         check_fault(pair, want, lambda: os.kill(pair.core(1), signal.SIGKILL))
         check_ends(pair)
+
+
+@pytest.mark.slow
+def test_weights_of_a_group_change_sleep_and_outlive_it(tmp_path):
+    """Both processes serve new weights, or neither; the next group serves the last ones."""
+    cache, roots, random = tmp_path / "cache", [tmp_path / "root0", tmp_path / "root1"], np.random.default_rng(0)
+    model = load_model("demo-draft", show_progress=False)
+    new = jax.tree.map(lambda x: (np.asarray(x) * (1 + 0.2 * random.standard_normal(x.shape))).astype(x.dtype), model)
+    for folder in (roots[0] / "b", roots[1] / "b", roots[0] / "lone"):
+        new.save(folder)
+    (folder := tmp_path / "alone").mkdir()
+    with pair_of("demo-draft", 2, tmp_path, cache, roots=roots) as pair:
+        pair.until_ready()
+        before = asyncio.run(ask_all(pair.first))
+        with c.Control(f"127.0.0.1:{pair.first.control_port}", timeout=BOUND) as operator:
+            with pytest.raises(c.InvalidRequest) as refused:
+                operator.update_weights("lone")
+            assert "process 1" in str(refused.value)
+            assert asyncio.run(ask_all(pair.first)) == before
+            assert operator.update_weights("b", mode="keep").weight_version == 1
+            after = asyncio.run(ask_all(pair.first))
+            sums = operator.weight_info(checksums=True).checksums
+            for level in (1, 2):
+                operator.sleep(level)
+                operator.wake_up()
+                if level == 2:
+                    assert operator.update_weights("b").weight_version == 2
+                assert asyncio.run(ask_all(pair.first)) == after
+            asyncio.run(update_amid(operator, pair.first))
+            assert compiled_since_ready(pair.first) == 0
+            os.kill(pair.core(1), signal.SIGKILL)
+            wait_until(lambda: operator.stats()["restarts"] == 1)
+            asyncio.run(until_serving(pair.first))
+            assert asyncio.run(ask_all(pair.first)) == after
+            found = operator.weight_info(checksums=True)
+            assert (found.weight_version, found.checksums) == (3, sums)
+        with forced(2), started(arguments(str(roots[0] / "b"), 2, folder), folder) as alone:
+            alone.until_logged("ready: ")
+            assert asyncio.run(ask_all(alone)) == after
+
+
+async def update_amid(operator: c.Control, server: ServerProcess) -> None:
+    """Update while requests run, to the weights that are served: they go on, and keep their tokens."""
+    asking = asyncio.create_task(ask_all(server))
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(operator.update_weights, "b", mode="keep")
+    assert {status for _, status in await asking} == {"OK"}
 
 
 def check_ends(pair: Pair) -> None:

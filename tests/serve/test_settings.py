@@ -89,7 +89,6 @@ REFUSED = [
     ({"model": "demo", "lora_root": "/"}, "lora_root = '/' needs enable_lora"),
     ({"model": "demo", "lora_modules": ["a=b"]}, "lora_modules = ('a=b',) needs enable_lora"),
     ({"model": "demo", "weights_root": "/no"}, "weights_root = '/no' must be a folder"),
-    ({**GROUP, "weights_root": "/"}, "weights_root = '/' and num_processes = 2 exclude each other"),
     ({"model": "demo", "lora_root": "/no", "engine": {"enable_lora": True}}, "lora_root = '/no' must be a folder"),
     ({"model": "demo", "allowed_media_domains": ["http://a.b"]}, "allowed_media_domains = 'http://a.b' must be a host"),
     ({"model": "demo", "allowed_media_domains": ["*"]}, "allowed_media_domains = '*' must be a host"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -13,10 +14,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, UInt8
 
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.core import EngineMemory, Pace, PauseMode
 from jaxinfer.engine.execution.commands import COMMANDS, Command, Decode, DecodeBatch, Executor, ReadPages
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
-from jaxinfer.engine.execution.prepare import Prepared
+from jaxinfer.engine.execution.prepare import Prepared, prepared_weights
+from jaxinfer.models.model import Model
 from jaxinfer.parallel import messages
 from jaxinfer.parallel.frames import ChannelError, Frame
 from jaxinfer.parallel.group import Group, GroupError
@@ -33,8 +37,8 @@ class Answers:
         self._due: collections.deque[list[Answer]] = collections.deque()
 
     def of(self, results: Any) -> Any:
-        """Replace each leaf of a tree, which are None, by an `Answer`, which numpy can read."""
-        leaves, form = jax.tree.flatten(results, is_leaf=lambda leaf: leaf is None)
+        """Replace each leaf of a tree by an `Answer`, which numpy can read."""
+        leaves, form = jax.tree.flatten(results)
         due = [Answer(self) for _ in leaves]
         self._due.append(due)
         return jax.tree.unflatten(form, due)
@@ -94,7 +98,8 @@ class LeaderExecutor(Executor):
 
     Results are whole on its own devices, or an `Answer` of another process; `ReadPages` returns the local heads. A
     command costs a message to each other process, and does not block on any: `wait` waits for the local devices only.
-    There is no `digest`: the executables of other processes are not visible here.
+    There is no `digest`: the executables of other processes are not visible here. Weights and memory are those of this
+    process alone: `FollowerMemory` has those of another one.
 
     Args:
         group: the group in which this is process 0.
@@ -166,17 +171,78 @@ class LeaderExecutor(Executor):
     def temporaries(self) -> int:
         return self.local.temporaries()
 
+    def stage(self, model: Model, *, drafts: bool = False) -> list[dict[str, Any]]:
+        return self.local.stage(model, drafts=drafts)
 
-def follow(executors: Mapping[int, LocalExecutor], group: Group) -> None:
+    def swap(self, weights: Sequence[Any]) -> None:
+        self.local.swap(weights)
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        self.local.sleep(cache=cache, weights=weights)
+
+    def wake(self) -> None:
+        self.local.wake()
+
+
+class FollowerMemory(EngineMemory):
+    """The weights and pools of another process than 0: an `EngineMemory` of its executors, which does nothing itself.
+
+    Args:
+        executors: see `follow`.
+        config: settings of each replica.
+    """
+
+    pace, weight_version, shares_weights = Pace.PAUSED, 0, False
+
+    def __init__(self, executors: Mapping[int, LocalExecutor], config: ResolvedEngine) -> None:
+        self._executors, self._config = list(executors.values()), config
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Do nothing: only process 0 plans steps."""
+
+    def resume(self) -> None:
+        """Do nothing: only process 0 plans steps."""
+
+    def stage(self, model: Model, *, drafts: bool = False) -> list[Any]:
+        mesh = self._executors[0].runtimes[0].mesh
+        prepared = prepared_weights(model, self._config, mesh.devices.flat[0].platform, mesh)
+        return [executor.stage(prepared, drafts=drafts) for executor in self._executors]
+
+    def swap(self, weights: Sequence[list[Any]], version: int, *, restart: bool = True) -> None:
+        for number, executor in enumerate(self._executors):
+            executor.swap([each[number] for each in weights])
+        self.weight_version = version
+
+    def sleep(self, *, cache: bool, weights: bool) -> None:
+        for executor in self._executors:
+            executor.sleep(cache=cache, weights=weights)
+
+    def wake(self) -> None:
+        for executor in self._executors:
+            executor.wake()
+
+
+Change = Callable[..., None]
+"""A change of weights or memory, called with the values of process 0's call."""
+
+
+def follow(
+    executors: Mapping[int, LocalExecutor], group: Group, changes: Mapping[str, Change] = MappingProxyType({})
+) -> None:
     """Run the commands of process 0 on this process's executors. Does not return while the group lives.
 
     Raises GroupError for an unknown command of process 0: it runs another version.
 
     Args:
         executors: executors by replica number, for replicas of which this process has devices.
+        changes: calls that are no commands of an executor, by name.
     """
     group.ready()
     for frame in group.calls():
+        if frame.kind in changes:
+            group.launched()  # it may take longer than a step, and process 0 does not take it for a hang
+            changes[frame.kind](**frame.values)
+            continue
         executor, command = executors[frame.values["replica"]], _command(frame)
         result: Any = executor.run(command)
         if group.membership.process_id in frame.values["answers"]:

@@ -16,7 +16,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.prepare import Prepared, compile_quantisers, prepare
 from jaxinfer.lora.open import open_store
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
@@ -58,7 +58,7 @@ def make_engine(
         return _make_replicas(model, config, platform, progress, mesh, group, loras)
     if mesh.shape["dp_attn"] > 1:
         return _make_ranks(model, config, platform, progress, mesh, loras)
-    return Engine(prepare(model, config, platform, mesh), mesh, progress, _make_for(group, 0, mesh), loras=loras)
+    return Engine(_prepared(model, config, platform, mesh), mesh, progress, _make_for(group, 0, mesh), loras=loras)
 
 
 def _make_replicas(
@@ -72,7 +72,7 @@ def _make_replicas(
 ) -> Replicas:
     places, engines = replicas(mesh), list[Engine]()
     one = dataclasses.replace(_config_of_each(config, len(places)), data_parallel_size=1)
-    prepared = prepare(model, one, platform, places[0])  # shared: replicas differ only in their devices
+    prepared = _prepared(model, one, platform, places[0])  # shared: replicas differ only in their devices
     local = sum(bool(own_devices(place)) for place in places)  # the first ones
     for number, place in enumerate(places):
         on_progress, make = _share(progress, number, local), _make_for(group, number, place)
@@ -92,7 +92,7 @@ def _make_ranks(
     """Make the engines of data-parallel attention: each rank serves its own sequences on one device, with its own
     scheduler, slots, pages and prefix cache, and all ranks share the routed experts, so they run each program together.
     The results of a request are bitwise independent of its rank."""
-    prepared = prepare(model, _config_of_each(config, mesh.shape["dp_attn"]), platform, mesh)
+    prepared = _prepared(model, _config_of_each(config, mesh.shape["dp_attn"]), platform, mesh)
     lockstep = Lockstep(prepared, mesh, progress)
     engines, found = list[Engine](), None
     for rank in lockstep.ranks:
@@ -114,10 +114,17 @@ def make_followers(
     numbers = [number for number, place in enumerate(places) if own_devices(place)]
     one = _config_of_each(config, len(places)) if len(places) > 1 else config
     one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, LocalExecutor]()
-    prepared = prepare(model, one, platform, places[numbers[0]])
+    prepared = _prepared(model, one, platform, places[numbers[0]])
     for count, number in enumerate(numbers):
         executors[number] = LocalExecutor(prepared, places[number], _share(progress, count, len(numbers)))
     return dataclasses.replace(prepared.config, data_parallel_size=len(places)), executors
+
+
+def _prepared(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Prepared:
+    prepared = prepare(model, config, platform, mesh)
+    if config.enable_weight_updates:
+        compile_quantisers(model, prepared.config, platform, mesh)
+    return prepared
 
 
 def _make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:

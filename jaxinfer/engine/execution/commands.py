@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt8
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.models.model import Model
 from jaxinfer.sampling import Logprobs, Sampled
-from jaxinfer.sampling_params import RequestError
 
 
 class DecodeBatch(NamedTuple):
@@ -145,7 +144,7 @@ class Command[Result]:
     """Operation of an executor: a frozen dataclass. ``Result`` is the return type of `Executor.run` for it.
 
     Attributes:
-        by_last_stage: only processes with the last pipeline stage have results; the others return None instead.
+        by_last_stage: only processes with the last pipeline stage have results; the others return ``...`` for each.
     """
 
     by_last_stage: ClassVar[bool] = False
@@ -345,24 +344,20 @@ class Executor(Protocol):
 
     def stage(self, model: Model, *, drafts: bool = False) -> Any:
         """Place parameters of a prepared model, perhaps not all, or of its draft model, next to those in use. From any
-        thread; does not wait for the copies.
-
-        Raises:
-            RequestError: this executor cannot replace weights.
-        """
-        raise _fixed_weights()
+        thread; does not wait for the copies."""
+        raise _no_memory()
 
     def swap(self, weights: Sequence[Any]) -> None:
         """Use what `stage` has placed, for programs that follow."""
-        raise _fixed_weights()
+        raise _no_memory()
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         """Free the memory of pools and encoder cache, or of the parameters."""
-        raise _fixed_weights()
+        raise _no_memory()
 
     def wake(self) -> None:
         """Make empty pools."""
-        raise _fixed_weights()
+        raise _no_memory()
 
     def deleted(self) -> str | None:
         """Return the path of a parameter that another owner of its array has deleted."""
@@ -373,8 +368,8 @@ class Executor(Protocol):
         return None
 
 
-def _fixed_weights() -> RequestError:
-    return RequestError("weights", "cannot be replaced, and memory not freed, where an engine has several processes")
+def _no_memory() -> NotImplementedError:
+    return NotImplementedError("this executor runs programs with the memory of another one")
 
 
 class SamplerSnapshot:

@@ -36,6 +36,7 @@ from jaxinfer.engine.execution.placement import (
     new_features,
     new_slots,
     place_params,
+    placed_params,
     put_part,
     targets_of,
 )
@@ -45,17 +46,17 @@ from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import HostPages, slot_bytes
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.arrays import overlaid, placed_like, put, zeros
+from jaxinfer.parallel.arrays import overlaid, placed_like, zeros
 from jaxinfer.parallel.links import Link
-from jaxinfer.parallel.mesh import param_sharding, replicated, stages
+from jaxinfer.parallel.mesh import replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
 from jaxinfer.sampling.training import WIDTH as ASKS
+from jaxinfer.sampling.training import Extras
 from jaxinfer.types import VISION
 
-_NONE: Any = None
-_ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results that another process has
+_ELSEWHERE: Any = ...  # an array that another process has
 
 
 class StageRuntime:
@@ -88,8 +89,7 @@ class StageRuntime:
             params = {own: shared.get(theirs, model.params[theirs]) for own, theirs in pairs}
         own = [name for name in params if name in self.stage.model.specs]
         specs, params = ({name: tree[name] for name in own} for tree in (specs, params))
-        placed: dict[str, Any]
-        placed = jax.tree.map(lambda spec, value: put(value, param_sharding(self.mesh, spec)), specs, params)
+        placed: dict[str, Any] = placed_params(specs, params, self.mesh)
         return placed
 
     def take(self, placed: Mapping[str, Any]) -> None:
@@ -209,13 +209,13 @@ class LocalExecutor:
     Attributes:
         runtimes: one for each stage of which this process has devices.
         drafting: runtime of the draft model or head, if the model has one: on the devices of the last stage.
-        microbatches: see `ResolvedEngine.microbatches`; empty without the last stage: results are None there.
+        microbatches: see `ResolvedEngine.microbatches`; empty without the last stage: results are ``...`` there.
         handed: last output for a stage of another process: available when the step has run here.
     """
 
     def __init__(self, prepared: Prepared, mesh: Mesh, progress: CompileProgress | None = None) -> None:
         model, engine, limits = prepared
-        self._engine, meshes = engine, stages(mesh)
+        self._engine, self._experts, meshes = engine, limits.experts, stages(mesh)
         self._parts = list(dict.fromkeys(path[0] for path in targets_of(Stage(model), engine)))
         cuts = cut(model, len(meshes))
         places = [
@@ -326,7 +326,9 @@ class LocalExecutor:
                 return np.concatenate([stage.state_bytes(states) for stage in self.runtimes])
             case commands.DropSnapshots(snapshots):
                 return self._drop(snapshots)
-        return self._run_with_state(command) if self.microbatches else _NONE
+        if not self.microbatches:
+            return _ELSEWHERE if command.by_last_stage else None
+        return self._run_with_state(command)
 
     def _run_with_state(self, command: Command[Any]) -> Any:
         """Run a command on state that only the last stage has."""
@@ -355,6 +357,12 @@ class LocalExecutor:
                 raise TypeError(f"no executor runs {command!r}")
         return None
 
+    def _sampled_elsewhere(self) -> Sampled:
+        extras = None
+        if self._engine.enable_training_outputs:
+            extras = Extras(*(_ELSEWHERE,) * 4, routed=_ELSEWHERE if self._experts else None)
+        return Sampled(_ELSEWHERE, Logprobs(*(_ELSEWHERE,) * 4), extras)
+
     def _load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
         for runtime in self.runtimes:
             runtime.load(slot, self._parts[part], arrays)
@@ -376,7 +384,7 @@ class LocalExecutor:
             fed, drafted = self.microbatches[microbatch].input_tokens, self.microbatches[microbatch].input_drafted
         arriving = self._through(rows, lambda runtime, x: runtime.pass_decode(batch, x, drafted), fed)
         if not self.microbatches:
-            return _ELSEWHERE
+            return self._sampled_elsewhere()
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
         run, params, packed = last.programs(batch)
         masks = self._open_masks.get(rows) if command.masks is None else command.masks
@@ -388,7 +396,7 @@ class LocalExecutor:
 
     def _decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
         if not self.microbatches:
-            return _ELSEWHERE, _NONE
+            return self._sampled_elsewhere(), _ELSEWHERE
         chosen, last = self.microbatches[0], self.runtimes[-1]
         run, params, packed = last.programs(batch)
         program = run.decode_many[batch.positions.shape[0]]
@@ -433,7 +441,7 @@ class LocalExecutor:
         self._draft_prefill(batch)
         arriving = self._chunks_through(batch)
         if not self.microbatches:
-            return PromptNumbers(_ELSEWHERE.logprobs)
+            return PromptNumbers(self._sampled_elsewhere().logprobs, _ELSEWHERE if self._experts else None)
         last = self.runtimes[-1]
         run, params, seen = last.programs(batch._replace(following=None))
         filled, numbers = run.prefill_logprobs(params, last.pools, seen, arriving, following)

@@ -26,6 +26,7 @@ from jaxinfer.parallel.processes import put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 from jaxinfer.types import EMBEDDING, HEAD, VISION, CacheSpec, LoRATarget, ParamSpec, StateSpec
+from jaxinfer.weights.load import Deferred, on_devices
 
 
 def shardable_model(model: Model, mesh: Mesh) -> Model:
@@ -65,7 +66,17 @@ def _require_even_states(cache: CacheSpec, devices: int) -> None:
 
 def place_params(model: Model, mesh: Mesh) -> Any:
     """Place the parameters of a spread model on their devices; those already there are not moved."""
-    return jax.tree.map(lambda spec, value: put(value, param_sharding(mesh, spec)), model.specs, model.params)
+    return placed_params(model.specs, model.params, mesh)
+
+
+def placed_params(specs: Any, params: Any, mesh: Mesh) -> Any:
+    """Place a tree of parameters on a mesh. What is still to be read is read by shards, each once."""
+
+    def placed(spec: ParamSpec, value: Any) -> jax.Array:
+        sharding = param_sharding(mesh, spec)
+        return on_devices(sharding, spec, value.fill) if isinstance(value, Deferred) else put(value, sharding)
+
+    return jax.tree.map(placed, specs, params)
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
@@ -15,7 +16,7 @@ from jaxinfer.config.defaults import Defaults, of_platform
 from jaxinfer.config.engine import Backend
 from jaxinfer.config.speculative import other_vocabulary
 from jaxinfer.engine.execution.encoder import image_needs, text_part
-from jaxinfer.engine.execution.placement import shardable_model, with_copied_heads
+from jaxinfer.engine.execution.placement import placed_params, shardable_model, with_copied_heads
 from jaxinfer.engine.execution.stages import returns_experts
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
@@ -25,6 +26,7 @@ from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.quant import (
     KernelLost,
+    Quantized,
     Unquantized,
     gemm_fault,
     gemm_refusal,
@@ -34,7 +36,9 @@ from jaxinfer.quant import (
 )
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
-from jaxinfer.types import VISION
+from jaxinfer.types import VISION, walk_specs
+from jaxinfer.weights.errors import WeightsError
+from jaxinfer.weights.fit import fitted, is_spec
 
 _log = logging.getLogger("jaxinfer.start")
 
@@ -96,6 +100,41 @@ def prepared_weights(model: Model, engine: ResolvedEngine, platform: str, mesh: 
     """Return a model, or a draft model, with parameters, perhaps not all, in the form in which `prepare` gives them."""
     model = with_copied_heads(model, mesh)
     return _for_kernels(model, engine.gemm_backend) if platform == "gpu" else model
+
+
+def compile_quantisers(model: Model, engine: ResolvedEngine, platform: str, mesh: Mesh) -> None:
+    """Compile what quantises new weights: quantise and place zeros, once in each form of the quantised weights of a
+    model and of its draft model."""
+    for each in (model, model.draft):
+        if each is not None:
+            _compile(each, engine, platform, mesh)
+
+
+def _compile(model: Model, engine: ResolvedEngine, platform: str, mesh: Mesh) -> None:
+    declared, dtype = dict(walk_specs(model.declared_specs)), str(model.dtype)
+    for path, spec in _forms(model).items():
+        try:
+            zeros = np.zeros(declared[path].shape, model.dtype)
+            make = fitted(path, spec, zeros, declared=declared, dtype=dtype, cast=False, copy=False)
+        except (KeyError, WeightsError):
+            continue  # an update is rejected, too
+        specs: Any = spec
+        params = make()
+        for name in reversed(path):
+            specs, params = {name: specs}, {name: params}
+        part = prepared_weights(model.replace(specs=specs, params=params, draft=None), engine, platform, mesh)
+        jax.block_until_ready(placed_params(part.specs, part.params, mesh))
+
+
+def _forms(model: Model) -> dict[tuple[str, ...], Quantized]:
+    """Return one quantised weight, by path, for each layout and shape."""
+    found: dict[Any, tuple[tuple[str, ...], Quantized]] = {}
+    for keys, node in jax.tree_util.tree_leaves_with_path(model.specs, is_leaf=is_stored):
+        if isinstance(node, Quantized):
+            leaves, form = jax.tree.flatten(node, is_leaf=is_spec)
+            kind = form, tuple((leaf.shape, leaf.axes, leaf.dtype) for leaf in leaves)
+            found.setdefault(kind, (tuple(key.key for key in keys), node))
+    return dict(found.values())
 
 
 def _with_images(model: Model, config: EngineConfig) -> Model:

@@ -12,6 +12,8 @@ from typing import Literal
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
+from jaxinfer.engine.distributed.leader import FollowerMemory, follow
+from jaxinfer.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
@@ -23,7 +25,7 @@ from jaxinfer.serve.core.messages import StartupEvent
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.core.summary import summary
-from jaxinfer.served import ServedModel
+from jaxinfer.served import ServedModel, without_weights
 from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.weights.open import open_model_files
 
@@ -68,21 +70,30 @@ def build(settings: CoreSettings, report: Report) -> Built:
     _log.info("%s", summary(model, engine.config))
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
     card, journals = describe(model, engine.config, settings, folder), engine.journals() if settings.kv_events else ()
+    read = functools.partial(read_weights, without_weights(model), engine.config, settings)
     if group is not None:
-        return Built(engine, card, str(folder), profiler, journals)
+        leading = LeadingWeights(model, engine, group, read, settings.weights_root, check_finite=settings.check_finite)
+        return Built(engine, card, str(folder), profiler, journals, leading, _listed)
     served = ServedModel(model, engine, check_finite=settings.check_finite)
-    read = functools.partial(read_weights, served, settings)
     return Built(engine, card, str(folder), profiler, journals, served, read)
 
 
-def read_weights(served: ServedModel, settings: CoreSettings, folder: str, *parts: str) -> Model:
+def _listed(*folders: str) -> tuple[str, ...]:
+    """Return the folders themselves: each process of a group reads them."""
+    return folders
+
+
+def read_weights(model: Model, config: ResolvedEngine, settings: CoreSettings, folder: str, *parts: str) -> Model:
     """Open new weights for a served model, see `open_weights`.
+
+    Args:
+        model: the served model; its parameters may be abstract.
 
     Raises:
         RequestError: they cannot be served.
     """
     try:
-        return open_weights(folder, served.model, served.engine.config, parts=parts, family=settings.family)
+        return open_weights(folder, model, config, parts=parts, family=settings.family)
     except (*LOADING_ERRORS, EngineConfigError, OSError) as error:
         raise RequestError("path", f": {error}") from error
 
@@ -99,7 +110,10 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
         compilation_cache_dir=settings.compilation_cache_dir,
         progress=progress,
     )
-    run_follower(executors, group)
+    served = ServedModel(model, FollowerMemory(executors, config), check_finite=settings.check_finite)
+    read = functools.partial(read_weights, without_weights(model), config, settings)
+    weights = FollowingWeights(served, group, read, settings.weights_root)
+    run_follower(group, engine=lambda: follow(executors, group, weights.changes), weights=weights.listen)
     return Built(None, describe(model, config, settings, folder), str(folder))
 
 

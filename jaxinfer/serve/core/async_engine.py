@@ -280,7 +280,11 @@ class AsyncEngine:
             served.require_version(version)
             staged = await asyncio.to_thread(_staged, served, weights, options)
             mode = mode or ("keep" if self.is_paused else "wait")
-            made = await self._change(mode, functools.partial(served.commit, staged, version))
+            try:
+                made = await self._change(mode, functools.partial(served.commit, staged, version))
+            except BaseException:
+                self._post(functools.partial(served.discard, staged))  # after `commit`, if that has begun
+                raise
             self._updates.observe(made.seconds)
             return made
 

@@ -8,11 +8,9 @@ import importlib.metadata
 import json
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.engine.distributed.leader import follow
-from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.parallel.group import Group, GroupError, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.serve.core.process import leave_group
@@ -53,16 +51,17 @@ def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[
     return group
 
 
-def run_follower(executors: Mapping[int, LocalExecutor], group: Group) -> None:
-    """Follow process 0 in a separate thread until this process ends."""
+def run_follower(group: Group, **loops: Callable[[], None]) -> None:
+    """Run each loop that follows process 0 in a thread of its name until this process ends."""
 
-    def run() -> None:
+    def run(loop: Callable[[], None]) -> None:
         try:
-            follow(executors, group)
+            loop()
         except Exception as error:  # noqa: BLE001 - any fault: the other processes must not wait for this one
             group.over(f"process {group.membership.process_id} ended by a fault: {error!r}")
 
-    threading.Thread(target=run, name="jaxinfer-engine", daemon=True).start()
+    for name, loop in loops.items():
+        threading.Thread(target=run, args=(loop,), name=f"jaxinfer-{name}", daemon=True).start()
 
 
 def _key(path: str | None) -> bytes:
@@ -95,6 +94,8 @@ def _shared(settings: CoreSettings, folder: pathlib.Path) -> dict[str, Any]:
         **versions,
         "num_processes": settings.num_processes,
         "dtype": settings.dtype,
+        "check_finite": settings.check_finite,
+        "whether weights_root is set": settings.weights_root is not None,
         "the SHA-256 of config.json": digest,
     }
     plain: dict[str, Any] = json.loads(json.dumps(shared))

@@ -30,6 +30,7 @@ class CoreSettings:
     profile_dir: str | None = None
     compilation_cache_dir: str | None = None
     check_finite: bool = False
+    weights_root: str | None = None
     num_processes: int = 1
     process_id: int = 0
     coordinator_address: str | None = None
@@ -41,7 +42,10 @@ class CoreSettings:
     @classmethod
     def of(cls, config: ServeConfig, socket: str) -> CoreSettings:
         names = {field.name for field in dataclasses.fields(cls)} - {"socket"}
-        return cls(socket=socket, **{name: getattr(config, name) for name in names})
+        fields = {name: getattr(config, name) for name in names}
+        if config.weights_root is not None:
+            fields["engine"] = dataclasses.replace(config.engine, enable_weight_updates=True)
+        return cls(socket=socket, **fields)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

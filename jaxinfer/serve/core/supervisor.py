@@ -321,7 +321,7 @@ class Supervisor:
         twice the time after each core that was ended for it.
         """
         if not self._alone:
-            return self._config.group_timeout
+            return max(self._config.group_timeout, LONGEST_DOUBT if self._long_calls else 0.0)
         if self._config.step_timeout is not None:
             return self._config.step_timeout
         least = LONGEST_DOUBT if self._long_calls else LEAST_STEP_TIMEOUT

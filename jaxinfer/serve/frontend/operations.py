@@ -12,11 +12,10 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from jaxinfer.engine.core import PauseMode
-from jaxinfer.lora.folders import is_file_below, path_below
-from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.admission import require_printable
 from jaxinfer.serve.api.errors import Kind, ServeError, invalid, map_exceptions, short
 from jaxinfer.serve.api.lora_modules import MAX_PATH_CHARACTERS
+from jaxinfer.serve.api.weight_folders import weights_folder
 from jaxinfer.serve.core.link import RefusedError
 from jaxinfer.serve.core.operations import (
     MODES,
@@ -33,7 +32,6 @@ from jaxinfer.serve.core.operations import (
 from jaxinfer.serve.runtime.background import shielded
 
 _MOST_VERSION = 2**63 - 1
-_READ = ("*.safetensors", "*.json")  # files of a folder that may be read
 
 _log = logging.getLogger("jaxinfer.serve")
 
@@ -158,32 +156,6 @@ class Operations:
 def _with_folders(update: UpdateWeights, folders: Sequence[str]) -> UpdateWeights:
     path, *parts = folders
     return msgspec.structs.replace(update, path=path, parts=tuple(parts))
-
-
-def weights_folder(root: pathlib.Path, path: str) -> pathlib.Path:
-    """Return the folder of weights that an operator names, below the root that the server was started with.
-
-    Args:
-        root: files below it, with links resolved within it, may be read.
-        path: path below ``root``, relative to it or absolute.
-
-    Raises:
-        RequestError: there is no such folder below ``root``; it has no safetensors; or one of its files links outside
-            of ``root``. The message never reveals whether a path outside of ``root`` exists.
-    """
-    wanted, said = pathlib.PurePath(path), f"={short(path)}"
-    if "\0" in path or "://" in path or ".." in wanted.parts:
-        raise RequestError("path", f"{said} is not a path below the folder of weights")
-    top = root.resolve()
-    folder = path_below(top, top / wanted)
-    if folder is None or not folder.is_dir():
-        raise RequestError("path", f"{said} is no folder below the folder of weights")
-    if not any(folder.glob(_READ[0])):
-        raise RequestError("path", f"{said} has no safetensors, and other formats are not read")
-    for found in (each for pattern in _READ for each in folder.glob(pattern)):
-        if not is_file_below(top, found):
-            raise RequestError("path", f"{said}: {found.name} is no regular file below the folder of weights")
-    return folder
 
 
 def _check(operation: AnyOperation) -> None:

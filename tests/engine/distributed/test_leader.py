@@ -172,7 +172,7 @@ def mine_and_theirs_snapshots(leader: LocalExecutor, follower: LocalExecutor) ->
 
 def test_a_snapshot_to_which_nobody_refers_is_dropped_by_all(pair):
     leader, snapshots = pair.engine._executor.local, pair.engine._runner._snapshots
-    kept = snapshots.new(swapped=False)
+    kept = snapshots.new()
     pair.engine._executor.run(SaveSlot(0, kept.number))
     number = kept.number
     pair.until_done()

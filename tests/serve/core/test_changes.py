@@ -268,6 +268,7 @@ def test_a_version_taken_while_an_update_drained_is_refused_and_the_engine_goes_
             with pytest.raises(RequestError) as refused:
                 await updating
             assert refused.value.field == "version"
+            await until(lambda: weights.discarded == ["new"])
             assert weights.text == "start"
             assert not served.is_paused
             await first.task
@@ -326,6 +327,7 @@ def test_an_update_whose_caller_leaves_while_it_waits_lets_the_engine_go_on():
             await asyncio.gather(first.task, second.task)
             assert complete(first, 200)
             assert complete(second, 20)
+            await until(lambda: weights.discarded == ["new"])
             assert weights.text == "start"
 
     run(main)

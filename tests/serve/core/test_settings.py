@@ -17,6 +17,12 @@ def test_settings_reach_the_core():
     assert (told.socket, told.engine, told.profile_dir) == ("/s", engine, "/p")
 
 
+def test_a_server_that_reads_weights_announces_updates(tmp_path):
+    told = CoreSettings.of(ServeConfig(model="demo", weights_root=str(tmp_path)), "/s")
+    assert (told.weights_root, told.engine.enable_weight_updates) == (str(tmp_path), True)
+    assert not CoreSettings.of(ServeConfig(model="demo"), "/s").engine.enable_weight_updates
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -56,10 +56,12 @@ def test_a_limit_that_was_set_holds():
 
 
 def test_while_a_profile_is_begun_or_ended_the_limit_is_a_minute():
-    supervisor = Supervisor(ServeConfig(model="fake"))
-    with supervisor._during_long_call():
-        assert supervisor._step_limit() == 60.0
-    assert supervisor._step_limit() == 10.0
+    group = {"num_processes": 2, "coordinator_address": "127.0.0.1:1", "group_key_file": "none"}
+    for config in (ServeConfig(model="fake"), ServeConfig(model="fake", **group)):
+        supervisor = Supervisor(config)
+        with supervisor._during_long_call():
+            assert supervisor._step_limit() == 60.0
+        assert supervisor._step_limit() == 10.0
 
 
 def test_a_core_that_was_ended_by_a_limit_that_nobody_set_leaves_the_next_one_twice_the_time():
