@@ -81,11 +81,13 @@ def pair(tmp_path) -> Iterator[Pair]:
     new = jax.tree.map(lambda x: 2 * x, model.params)
     for root, content in zip(roots, contents, strict=True):
         write_fake_weights(root / "a", "a")
+        write_fake_weights(root / "b", "b")
+        content["a+b"] = model.replace(params=jax.tree.map(lambda x: 3 * x, model.params))
         content["a"] = model.replace(params=new)
 
     def reader(content: dict[str, Any]) -> Any:
-        def read(folder: str) -> Model:
-            found = content[pathlib.Path(folder).name]
+        def read(*folders: str) -> Model:
+            found = content["+".join(pathlib.Path(folder).name for folder in folders)]
             if isinstance(found, Exception):
                 raise found
             return found
@@ -118,6 +120,11 @@ def test_all_processes_serve_new_weights(pair):
     assert pair.leading.engine.weight_version == 1
     assert pair.leading.engine.done == pair.following.engine.done
     assert not pair.weights._staged
+
+
+def test_weights_may_be_in_several_folders(pair):
+    pair.leading.commit(pair.leading.stage(tuple(str(pair.roots[0] / name) for name in "ab")))
+    assert all(same(own, content["a+b"].params) for own, content in zip(pair.params(), pair.contents, strict=True))
 
 
 WRONG = {
