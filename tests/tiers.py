@@ -94,6 +94,7 @@ SLOW_FILES = (
     "serve/test_adapters.py",
     "serve/test_bad_inputs.py",
     "serve/runtime/test_descriptors.py",
+    "serve/test_experts_served.py",
     "serve/test_faults.py",
     "serve/test_frontend_identity.py",
     "serve/test_holds.py",

@@ -64,6 +64,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     action.add_argument("--tags", nargs="+", default=[], metavar="TAG", help=tags)
     version = "update-weights: version of the weights (default: the next one)"
     action.add_argument("--weight-version", type=int, metavar="N", help=version)
+    parts = "update-weights: folders with the tensors that the first one lacks"
+    action.add_argument("--parts", nargs="+", default=[], metavar="PATH", help=parts)
     args: argparse.Namespace = parser.parse_args(argv)
     if (what := ARGUMENTS.get(args.action)) is not None and args.argument is None:
         parser.error(f"{args.action} needs {what}: jaxinfer control {args.action} ...")

@@ -52,6 +52,7 @@ def _changed(control: Control, args: argparse.Namespace) -> EngineState:
         case "wake-up":
             return control.wake_up(args.tags)
         case "update-weights":
-            return control.update_weights(args.argument, weight_version=args.weight_version, mode=args.mode)
+            given = {"weight_version": args.weight_version, "mode": args.mode, "parts": args.parts}
+            return control.update_weights(args.argument, **given)
         case _:
             return control.weight_info(checksums=True)

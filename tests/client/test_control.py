@@ -177,6 +177,7 @@ def test_a_server_without_weights_root_reads_none(server: Served) -> None:
 
 def test_the_command_changes_a_running_engine(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_fake_weights(tmp_path / "a", "new")
+    write_fake_weights(tmp_path / "b", "more")
     with served(weights_root=str(tmp_path)) as run:
 
         def control(*words: str) -> dict[str, object]:
@@ -191,5 +192,7 @@ def test_the_command_changes_a_running_engine(tmp_path: pathlib.Path, capsys: py
         assert control("sleep", "--level", "2", "--tags", "kv_cache")["asleep"] == ["kv_cache"]
         assert control("wake-up") == state
         assert control("weight-info") == state | {"checksums": {"text": digest_of("new")}}
+        update = control("update-weights", "a", "--parts", "b")
+        assert (update["weight_version"], update["bytes"]) == (7, 7)
         for words in (["update-weights"], ["resume", "now"], ["pause", "--mode", "now"]):
             assert main(["control", *words, "--target", target(run)]) == 2

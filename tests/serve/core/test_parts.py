@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.serve.core import link, messages, service
 from jaxinfer.serve.core.async_engine import AsyncEngine
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.types import PositionExtras, PositionLogprobs, SequenceDelta, TokenLogprob
+from jaxinfer.types import PositionExtras, PositionLogprobs, RoutedExperts, SequenceDelta, TokenLogprob
 from tests.serve import fake_engine as fake
 from tests.serve.core.test_core import BOUND, collect, make_request, nothing_is_left, ready, run, tokens
 
@@ -92,6 +92,17 @@ def test_each_delta_with_a_whole_vocabulary_is_a_message():
     assert [delta.logprobs[0].extras.vocabulary for ((_, delta),) in found] == [bytes(4), bytes(8)]
     same = messages.deltas_of(plain)
     assert messages.split(same) == [same]
+
+
+def test_experts_of_prompts_are_sent_in_parts():
+    extras = PositionExtras(experts=RoutedExperts(48, bytes(4 * 48 * 8)))
+    positions = [None, *(PositionLogprobs(TokenLogprob(token, -1.0, 1), (), extras) for token in range(300))]
+    delta = SequenceDelta("a", 0, [1], prompt_logprobs=list(positions))
+    assert messages.is_large(delta)
+    sent = [messages.encode(part) for part in messages.parts(3, delta)]
+    assert max(map(len, sent)) < BYTES
+    found = [position for data in sent for position in messages.decode_from_core(data).prompt_logprobs]
+    assert found + delta.prompt_logprobs == positions
 
 
 def large_delta() -> SequenceDelta:
