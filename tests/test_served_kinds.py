@@ -20,6 +20,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.quant import Quantized, is_stored
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights.errors import WeightsError
+from jaxinfer.weights.load import Deferred
 from jaxinfer.weights.trainers import named_parameters
 from tests.engine.test_identity import ROOMY, SETTINGS
 from tests.engine.test_states import hybrid
@@ -74,11 +75,13 @@ def quantised(folder: pathlib.Path, name: str, seed: int = 0) -> tuple[Model, An
 )
 def test_quantised_weights_are_made_again(name, tmp_path):
     model, plain = quantised(tmp_path, name)
-    plain = jax.tree.map(np.asarray, plain)
+    arrays = jax.tree.map(np.asarray, plain)
+    plain = jax.tree.map(lambda x: Deferred(x.shape, x.dtype, x.__getitem__), arrays)  # as read from a folder
     llm = LLM(model, **SETTINGS, enable_weight_updates=True)
     before = tokens(llm)
     with count_compilations() as compilations:
         llm.update_weights(plain)
+        llm.update_weights(arrays)
     assert compilations.count == 0
     after = tokens(llm)
     assert after != before

@@ -130,9 +130,9 @@ def _stored_alike(name: str, spec: Any, value: Any, array: Callable[[str, ParamS
 
 
 def _turned(value: Any, spec: ParamSpec, *, outputs_first: bool) -> Any:
-    """Return a matrix with its outputs, or its inputs, first; on the host if it is turned there."""
+    """Return a matrix with its outputs, or its inputs, first; on the host if it is turned there. It is read."""
     if (spec.inputs == 0) != outputs_first:
-        return value
+        return value if isinstance(value, jax.Array) else np.asarray(value)
     turn = (0, -1) if outputs_first else (-1, 0)
     if isinstance(value, jax.Array) and _platform(value) != "cpu":
         return jnp.moveaxis(value, *turn)

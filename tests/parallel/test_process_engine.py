@@ -187,3 +187,17 @@ def test_weights_that_one_process_lacks_change_nothing(repo, weights, tmp_path):
     assert got["versions"] == []
     assert len(got["refused"]) == 1
     assert "process 1" in got["refused"][0]
+
+
+@pytest.mark.slow
+def test_quantised_weights_of_several_processes_are_made_again(repo, weights, tmp_path):
+    """Each process quantises the new weights, and keeps its own shards; both have compiled what they need."""
+    model = tmp_path / "int8"
+    command = ["convert", "demo-draft", str(model), "--quantize", "int8", "--output-format", "safetensors"]
+    subprocess.run([sys.executable, "-m", "jaxinfer", *command], cwd=repo, check=True, capture_output=True)
+    settings = {"tensor_parallel_size": 2, "enable_weight_updates": True}
+    work = {"changes": AMID[1:3], "roots": [str(weights)] * 2, "requests": 6, "model": str(model)}
+    want, got = (given(repo, count, 2 // count, settings, **work) for count in (1, 2))
+    assert got["found"] == want["found"]
+    assert got["versions"] == [5]
+    assert want["compiled"] == got["compiled"] == sum(got["compiled elsewhere"]) == 0
