@@ -182,7 +182,7 @@ class ServedModel[Engine: EngineMemory]:
             self._dropped = False
             self._resume_awake()
         leaves = dict(leaves_of(staged.params))
-        arrays = {path: weakref.ref(leaf) for path, leaf in leaves.items() if not is_abstract(leaf)}
+        arrays = {path: weakref.ref(leaf) for path, leaf in leaves.items() if not _is_abstract(leaf)}
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
         return WeightUpdate(self.engine.weight_version, size, staged.seconds + time.perf_counter() - begun, arrays)
 
@@ -431,13 +431,13 @@ class WeightFrontend:
         return bool(self._open().asleep)
 
 
-def is_abstract(leaf: Any) -> bool:
+def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _abstract_names(model: Model | None) -> frozenset[str]:
     params = {} if model is None else model.params
-    return frozenset(name for name in params if any(map(is_abstract, jax.tree.leaves(params[name]))))
+    return frozenset(name for name in params if any(map(_is_abstract, jax.tree.leaves(params[name]))))
 
 
 def _has(tree: Any, path: tuple[str, ...]) -> bool:

@@ -11,8 +11,10 @@ import functools
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 from unittest import mock
@@ -187,6 +189,15 @@ def ended(reason: str, hangs: bool) -> None:
     os._exit(0 if "is gone" in reason else 4)
 
 
+def dismiss(group: Group) -> None:
+    """Let the other processes end, and wait for them: JAX would end them at once when this one has."""
+    group._ended.acquire(blocking=False)
+    for peer in group._peers:
+        peer.channel._socket.shutdown(socket.SHUT_WR)
+    while not all(peer.lost for peer in group._peers):
+        time.sleep(0.05)
+
+
 _compiled = list[Any]()  # programs that this process has compiled since it follows
 
 
@@ -216,8 +227,11 @@ def main() -> None:
     if group is not None and work.number:
         follow_with_weights(work, config, group)
     model, engine = start_engine(work.model, config, compilation_cache_dir="", show_progress=False, group=group)
-    print(json.dumps(run(engine, model, work, group)), flush=True)
-    os._exit(0)  # the other processes detect the exit
+    result = run(engine, model, work, group)
+    if group is not None:
+        dismiss(group)
+    print(json.dumps(result), flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":
