@@ -37,6 +37,7 @@ EVERY = {
     "max_prefill_rows": (["--max-prefill-rows", "64"], 64),
     "max_logprobs": (["--max-logprobs", "0"], 0),
     "enable_training_outputs": (["--enable-training-outputs"], True),
+    "enable_weight_updates": (["--enable-weight-updates"], True),
     "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
     "swap_space_gib": (["--swap-space-gib", "0"], 0.0),
     "scheduling_policy": (["--scheduling-policy", "fair"], "fair"),

@@ -63,7 +63,6 @@ def refusal(capsys, parse, *words: str) -> str:
         ("serve", ["demo", "--max-len", "2"], "did you mean --max-model-len?"),
         ("serve", ["demo", "--max-model-len", "1.3"], "'1.3' is no whole number"),
         ("serve", ["demo", "--max-model-len", "2Q"], "invalid int value: '2Q'"),
-        ("bench", ["--url", "http://localhost:8000"], "--url is not a flag of jaxinfer bench"),
         (
             "bench",
             ["--targte=http://localhost:8000"],
