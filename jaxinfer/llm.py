@@ -426,14 +426,14 @@ class _Run:
         self._engine, resolved = engine, _add_all(engine, requests)
         self._position = {request.request_id: i for i, request in enumerate(resolved)}
         self._collectors = [Collector(p, request, tokenizer) for p, request in zip(prompts, resolved, strict=True)]
-        self._open = sum(request.params.n for request in resolved)
+        self._running = set(range(len(resolved)))  # places of requests with open outputs
 
     @property
     def outputs(self) -> list[RequestOutput]:
         return [collector.output for collector in self._collectors]
 
     def __iter__(self) -> Iterator[tuple[Delta, RequestOutput]]:
-        while self._open:
+        while self._running:
             for delta in self._engine.step():
                 yield self._take(delta)
 
@@ -448,10 +448,11 @@ class _Run:
     def _take(self, delta: SequenceDelta) -> tuple[Delta, RequestOutput]:
         place = self._position[delta.request_id]
         new = self._collectors[place].take(delta)
-        if new.finish_reason is not None:
-            self._open -= 1
-            if delta.finish_reason is None:  # a stop string: the engine does not check those
-                self._engine.abort(delta.request_id, delta.index, FinishReason.STOP)
+        if new.finish_reason is not None and delta.finish_reason is None:
+            # A stop string: the engine does not check those.
+            self._engine.abort(delta.request_id, delta.index, FinishReason.STOP)
+        if not self._collectors[place].open:
+            self._running.discard(place)
         made = Delta(place, new.index, new.text, new.token_ids, new.finish_reason)
         return made, self._collectors[place].output
 
