@@ -56,7 +56,8 @@ class FakeLLM(LLM):
     def __init__(self, processor: Processor | None) -> None:
         vision = None if processor is None else types.SimpleNamespace(processor=processor)
         texts = {"tokenizer": vision_tokenizer(), "chat_template": vision_template()}
-        model: Any = types.SimpleNamespace(vision=vision, name="fake", generation_config={}, **texts)
+        known = {"name": "fake", "generation_config": {}, "params": {}, "draft": None}
+        model: Any = types.SimpleNamespace(vision=vision, **known, **texts)
         self.recording: Any = Recording()
         self._served = ServedModel(model, self.recording)
         self._intake = Intake(model.tokenizer, VIDEO + 1, 2048, SamplingLimits())

@@ -27,6 +27,8 @@ class FakeEngine:
     ``gated``: a step waits until the test allows it.
     """
 
+    pace, weight_version = Pace.RUNNING, 0
+
     def __init__(self, *, gated: bool = False) -> None:
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
