@@ -114,7 +114,7 @@ class ServeLimits:
         score_continuations: continuations of one Score call.
         image_bytes: bytes of one image file; in a body, base64 makes them a third more.
         image_pixels: pixels of one image, as its header tells them, before it is resized.
-        vocabulary_bytes: bytes of all log probabilities of one request with ``logprobs=-1``: 4 for each token of the
+        vocabulary_bytes: bytes of all log probabilities of one request with logprobs=-1: 4 for each token of the
             vocabulary at each position of each output.
     """
 
