@@ -78,7 +78,7 @@ class Changes:
     def __init__(self, engine: EngineCore, model: Model, work: Work, group: Group | None) -> None:
         self._engine, self._root, self._due = engine, work.roots[0], work.changes
         read = functools.partial(open_weights, served=without_weights(model), config=engine.config)
-        self._read = read if group is None else str
+        self._read = read if group is None else lambda folder: (folder,)
         self._served = ServedModel(model, engine)
         if group is not None:
             self._served = LeadingWeights(model, engine, group, read, self._root)
