@@ -302,8 +302,10 @@ def test_the_next_engine_core_serves_the_last_weights(world):
     assert world.make(PROMPTS[0]) == text
 
 
-def test_an_update_whose_engine_core_is_killed_leaves_the_old_weights_whole(world):
+def test_an_update_whose_engine_core_is_killed_leaves_the_old_weights_whole(world, monkeypatch):
     """The moments of the kills cover the whole time of an update, and some time before and after it."""
+    supervisor = world.served.server._supervisor
+    monkeypatch.setattr(supervisor, "_patience", dataclasses.replace(supervisor._patience, longest_pause=0.0))
     sums, texts = dict[int, Any](), dict[int, list[int]]()
     for _ in range(2):
         parity, begun = world.update() % 2, time.monotonic()
