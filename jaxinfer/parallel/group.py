@@ -201,7 +201,7 @@ class Group:
 
     def note(self, values: Mapping[str, Any]) -> None:
         """Send plain values (JSON) to all other processes, or from one of them to process 0; from any thread. Notes are
-        no calls: they are in no order with these, and nobody waits for their effects."""
+        no calls: they are in no order with these, and the caller does not wait for their effects."""
         self._broadcast(Frame(_NOTE, values))
 
     def notes(self) -> dict[int, Mapping[str, Any]]:

@@ -26,7 +26,7 @@ from pallas_kernels.paged_attention import api as attention
 from pallas_kernels.paged_attention.hopper.decode import launch as decode
 from tests.fakes import random_model
 
-# Of one layer alone nobody would read the attention of prompt chunks.
+# In a model of one layer, nothing reads the attention of prompt chunks.
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 # The first two sequences have seven pages when they are admitted, and each needs another one: one is preempted.
