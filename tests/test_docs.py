@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jaxinfer.config.aliases import PRESETS
 from tools import draw_packages
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
@@ -71,6 +72,23 @@ def test_readme_python_runs(repo: pathlib.Path, capsys: pytest.CaptureFixture[st
     assert 'load_model("demo")' in block
     exec(compile(block.replace('"demo"', '"demo-draft"'), "README.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_the_rooflines_run_and_the_presets_are_those_of_the_settings(
+    repo: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (repo / "docs/performance.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "performance.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    rows = {
+        name: dict(re.findall(r"`(\w+)` ([\w.]+)", row))
+        for name, row in re.findall(r"^\| `(\S+)` \|(.*?)\|", page, re.M)
+    }
+    assert rows == {
+        name: {setting: f"{value:g}" if isinstance(value, float) else str(value) for setting, value in preset.items()}
+        for name, preset in PRESETS.items()
+    }
 
 
 def test_readme_is_one_screen_with_a_table_of_what_there_is(repo: pathlib.Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxinfer.cli.engine import add_dtype, add_model_flag
-from jaxinfer.cli.flags import add_groups, given_settings
+from jaxinfer.cli.flags import add_groups, add_preset, given_settings
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 
@@ -56,6 +56,7 @@ def make_parser() -> Parser:
     plugins = "folder of JAX's CUDA plugin, for a GPU that is not present"
     group.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help=plugins)
     group.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)
+    add_preset(parser)
     add_groups(parser, EngineConfig)
     parser.accept_always()
     return parser

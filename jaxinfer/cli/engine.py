@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from jaxinfer.cli.flags import add_groups, all_flags, attribute_docs, given_settings, whole_number
+from jaxinfer.cli.flags import add_groups, add_preset, all_flags, attribute_docs, given_settings, whole_number
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.config.aliases import DTYPES, known_dtype
@@ -39,6 +39,7 @@ def add_engine(parser: Parser, sequences: str) -> None:
     group.add_argument(*all_flags("family"), default="auto", metavar="MODULE:NAME", help=whose)
     group.add_argument("--check-finite", action="store_true", help="reject weights with NaN or infinity")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help='folder of compiled programs; "" keeps none')
+    add_preset(parser)
     add_groups(parser, EngineConfig, skip=_NO_FLAGS, defaults={"max_num_seqs": sequences})
     parser.accept_always()
 

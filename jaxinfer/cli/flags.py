@@ -7,13 +7,15 @@ import dataclasses
 import decimal
 import inspect
 import re
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, override
 
-from jaxinfer.config.aliases import ALIASES, our_settings
+from jaxinfer.config import EngineConfig
+from jaxinfer.config.aliases import ALIASES, PRESETS, our_settings
 
 _SWITCHES = {"on": True, "off": False}
 _METAVARS = {int: "N", float: "X"}
@@ -33,6 +35,22 @@ def add_groups(
         rest = {field.name for field in dataclasses.fields(kind)} - set(names)
         if set(names) - set(skip):
             add_flags(parser.add_argument_group(title), kind, {*skip, *rest}, defaults=defaults)
+
+
+class _Preset(argparse.Action):
+    """Print the settings of a preset as flags."""
+
+    @override
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        flags = " ".join(f"{_flags(name)[-1]} {value}" for name, value in PRESETS[values].items())
+        sys.stderr.write(f"preset {values}: {flags}\n")
+        setattr(namespace, self.dest, values)
+
+
+def add_preset(parser: argparse.ArgumentParser) -> None:
+    """Add ``--preset``, which stands for engine settings (`jaxinfer.config.aliases.PRESETS`)."""
+    about = "settings for a purpose, printed as flags; flags that are given override them (docs/performance.md)"
+    parser.add_argument("--preset", action=_Preset, choices=tuple(PRESETS), help=about)
 
 
 def setting_groups(kind: type) -> Iterator[tuple[str, list[str]]]:
@@ -83,9 +101,11 @@ def own_flags(action: argparse.Action) -> list[str]:
 def given_settings(
     args: argparse.Namespace, kind: type, skip: Collection[str] = (), prefix: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of ``kind`` that were given on the command line; see `add_flags`."""
+    """Return the fields of ``kind`` that were given on the command line (`add_flags`, `add_preset`)."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in skip]
     values = {name: value for name in names if (value := getattr(args, prefix + name)) is not None}
+    if kind is EngineConfig and getattr(args, "preset", None) is not None:
+        values["preset"] = args.preset
     return our_settings(
         {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}, names
     )

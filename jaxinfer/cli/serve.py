@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.cli.flags import add_flags, add_groups, given_settings
+from jaxinfer.cli.flags import add_flags, add_groups, add_preset, given_settings
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve.api.requests import ServeLimits
@@ -46,6 +46,7 @@ def make_parser() -> Parser:
     file.add_argument("--config", type=pathlib.Path, help="YAML file of settings; configs/deployments has examples")
     add_groups(parser, ServeConfig, skip=_NESTED)
     add_flags(parser.add_argument_group("per-request limits"), ServeLimits, prefix=LIMIT)
+    add_preset(parser)
     add_groups(parser, EngineConfig)
     parser.accept_always()
     return parser

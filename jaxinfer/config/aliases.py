@@ -79,6 +79,27 @@ SWITCHES: Mapping[str, tuple[str, bool]] = MappingProxyType(
 """Switches of other engines: our setting and its value."""
 
 
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "latency": {"max_num_seqs": 8, "max_num_batched_tokens": 1024, "speculative": "ngram"},
+        "throughput": {
+            "max_num_seqs": 512,
+            "max_num_batched_tokens": 8192,
+            "memory_utilization": 0.93,
+            "swap_space_gib": 16.0,
+        },
+        "long-context": {"max_num_seqs": 8, "kv_cache_dtype": "int8", "swap_space_gib": 32.0},
+        "small-gpu": {
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 1024,
+            "kv_cache_dtype": "int8",
+            "memory_utilization": 0.93,
+        },
+    }
+)
+"""Settings by the name of a purpose, for GPUs; reasons are in docs/performance.md."""
+
+
 class Always(NamedTuple):
     """A setting of other engines with one value here: what it may be set to (a regular expression of lower-case text;
     "true" is a switch that is on), and why."""
@@ -331,13 +352,15 @@ _ALIASED = {alias: name for name, aliases in ALIASES.items() for alias in aliase
 
 def our_settings(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return settings under jaxinfer's names: `ALIASES`, `SWITCHES` and ``speculative_config`` are translated, settings
-    that are always so (`ALWAYS`) are left out, and unknown names stay. Names may have dashes.
+    that are always so (`ALWAYS`) are left out, and unknown names stay. Names may have dashes. ``preset`` stands for the
+    settings of `PRESETS` that are not given.
 
     Args:
         known: names of our settings.
 
     Raises:
-        SettingNameError: two names of one setting have different values, or a setting has another value than always.
+        SettingNameError: two names of one setting have different values, a setting has another value than always, or
+            there is no such preset.
     """
     found, spelt = dict[str, Any](), dict[str, str]()
     for name, value in given.items():
@@ -345,7 +368,14 @@ def our_settings(given: Mapping[str, Any], known: Collection[str]) -> dict[str, 
             if ours in found and found[ours] != own:
                 raise SettingNameError(f"{spelt[ours]} and {name} are one setting, and their values differ")
             found[ours], spelt[ours] = own, name
-    return found
+    preset = None if "preset" in known else found.pop("preset", None)
+    return found if preset is None else {**_preset(preset), **found}
+
+
+def _preset(name: Any) -> Mapping[str, Any]:
+    if name not in PRESETS:
+        raise SettingNameError(f"preset = {name!r} must be one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def _translated(name: str, value: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -188,9 +188,9 @@ def check_mtp(name: str, tmp_path: pathlib.Path, **axes: int) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_leave_nothing_behind(fresh_seed: int) -> None:
+def test_ten_thousand_requests_leave_nothing_behind(seed: int) -> None:
     """Random prompts, lengths, samplers and aborts, with trees and page shortage, leave no page in use."""
-    model, chance = with_head("eagle3"), np.random.default_rng(fresh_seed)
+    model, chance = with_head("eagle3"), np.random.default_rng(seed)
     settings = {**SETTINGS, "num_pages": 24, "max_num_seqs": 12, "speculative": "eagle3", "speculative_tree": 2}
     engine: Any = LLM(model, **settings).engine
     kept = engine.stats().kv

@@ -80,7 +80,9 @@ def test_who_overflows_fails_and_nobody_else_notices(more: dict):
 
 def test_every_sample_of_a_request_fails():
     llm = LLM(poisoned(), **SETTINGS)
-    bad, good = llm.generate([[5, POISON], [5, 6]], SamplingParams(n=3, max_tokens=4, ignore_eos=True))
+    bad, good = llm.generate(
+        [[5, POISON], [5, 6]], SamplingParams(n=3, max_tokens=4, ignore_eos=True, logit_bias={POISON: -100.0})
+    )
     assert is_failed(bad)
     assert [len(each.token_ids) for each in good.outputs] == [4] * 3
 

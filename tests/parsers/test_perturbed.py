@@ -129,6 +129,6 @@ def test_what_does_no_harm_changes_no_call(family: Family) -> None:
 
 @pytest.mark.slow
 @each_family
-def test_all_of_both(family: Family, fresh_seed: int) -> None:
-    damaged(family, fresh_seed, ALL)
-    harmless(family, fresh_seed, ALL // 4)
+def test_all_of_both(family: Family, seed: int) -> None:
+    damaged(family, seed, ALL)
+    harmless(family, seed, ALL // 4)

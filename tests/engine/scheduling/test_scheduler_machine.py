@@ -354,6 +354,6 @@ def test_ten_thousand_steps(unchecked, seed):
 
 
 @pytest.mark.slow
-def test_many_steps(unchecked, fresh_seed):
+def test_many_steps(unchecked, seed):
     """Takes two minutes on one core."""
-    check_that_everything_happened(drive(fresh_seed, steps=200_000))
+    check_that_everything_happened(drive(seed, steps=200_000))

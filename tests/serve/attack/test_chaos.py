@@ -31,12 +31,12 @@ def test_faults_at_random_under_load(tmp_path_factory, seconds, seed):
 
 
 @pytest.mark.slow
-def test_the_same_of_a_real_engine(tmp_path_factory, fresh_seed):
-    jobs = KnownJobs(random.Random(fresh_seed))
+def test_the_same_of_a_real_engine(tmp_path_factory, seed):
+    jobs = KnownJobs(random.Random(seed))
 
     async def attack() -> chaos.Report:
         await jobs.learn(server)
-        return await chaos.run(server, jobs, 120, fresh_seed)
+        return await chaos.run(server, jobs, 120, seed)
 
     with victim(tmp_path_factory.mktemp("v"), "demo") as server:
         report = asyncio.run(attack())

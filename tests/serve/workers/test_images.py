@@ -76,11 +76,11 @@ def test_what_is_refused_names_its_field(source: str | bytes, options: dict[str,
 
 
 @pytest.mark.slow
-def test_many_fuzzed_files_end_no_helper(fresh_seed: int) -> None:
+def test_many_fuzzed_files_end_no_helper(seed: int) -> None:
     """Ten thousand mutated files: each is prepared or refused by its field, by the processes that were there before."""
 
     async def run() -> None:
-        draw, files, refused = random.Random(fresh_seed), seeds(), 0
+        draw, files, refused = random.Random(seed), seeds(), 0
         async with preparing() as preparer:
             for _ in range(3):
                 await asyncio.gather(*(preparer.prepare("a", FILE, {}, tenant) for tenant in "abcd"))
