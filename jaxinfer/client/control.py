@@ -431,7 +431,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return list(value)
+        return [_plain(each) for each in value]
     return as_dict(value) if isinstance(value, Message) else value
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
-from jaxinfer.engine.distributed.leader import FollowerMemory, follow
+from jaxinfer.engine.distributed.leader import FollowerMemory, follow, report_usage
 from jaxinfer.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
@@ -113,7 +113,12 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
     served = ServedModel(model, FollowerMemory(executors, config), check_finite=settings.check_finite)
     read = functools.partial(read_weights, without_weights(model), config, settings)
     weights = FollowingWeights(served, group, read, settings.weights_root)
-    run_follower(group, engine=lambda: follow(executors, group, weights.changes), weights=weights.listen)
+    run_follower(
+        group,
+        engine=lambda: follow(executors, group, weights.changes),
+        weights=weights.listen,
+        usage=lambda: report_usage(executors, group),
+    )
     return Built(None, describe(model, config, settings, folder), str(folder))
 
 

@@ -1,0 +1,72 @@
+"""Figures of the NVIDIA driver (NVML) for the GPUs of this process. Absent without the package nvidia-ml-py, or without
+a driver: never an error."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxinfer.engine.scheduling.usage import DriverFigures
+
+try:
+    import pynvml
+except ImportError:  # the extra nvml is not installed
+    pynvml = None
+
+_BUS_ID_BYTES = 32
+
+
+def driver_figures(device: jax.Device) -> DriverFigures | None:
+    """Return the driver's figures of a GPU; None: there are none. A figure that this GPU does not have is None."""
+    handle = None if device.platform != "gpu" else _handle(device.local_hardware_id)
+    if handle is None:
+        return None
+    memory, rates = _asked("nvmlDeviceGetMemoryInfo", handle), _asked("nvmlDeviceGetUtilizationRates", handle)
+    milliwatts = _asked("nvmlDeviceGetPowerUsage", handle)
+    celsius = _asked("nvmlDeviceGetTemperature", handle, getattr(pynvml, "NVML_TEMPERATURE_GPU", 0))
+    return DriverFigures(
+        utilization=None if rates is None else rates.gpu / 100,
+        memory_used=None if memory is None else int(memory.used),
+        memory_total=None if memory is None else int(memory.total),
+        watts=None if milliwatts is None else milliwatts / 1000,
+        celsius=None if celsius is None else float(celsius),
+    )
+
+
+def _asked(name: str, *arguments: Any) -> Any:
+    try:
+        return getattr(pynvml, name)(*arguments)
+    except pynvml.NVMLError:  # not supported: utilization under MIG, power of a virtual GPU
+        return None
+
+
+@functools.cache
+def _handle(ordinal: int) -> Any:
+    """Return NVML's handle of a GPU by its number in CUDA; None: there is no package, or no driver.
+
+    The PCI address connects the two: NVML knows nothing of CUDA_VISIBLE_DEVICES and numbers GPUs in another order.
+    """
+    address = _bus_id(ordinal) if pynvml is not None else None
+    if address is None:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByPciBusId(address)
+    except pynvml.NVMLError:
+        return None
+
+
+def _bus_id(ordinal: int, load: Callable[[str], Any] = ctypes.CDLL) -> bytes | None:
+    """Return the PCI address of a GPU by its number in CUDA; None: this process has no CUDA."""
+    with contextlib.suppress(OSError, AttributeError):
+        cuda, device = load("libcuda.so.1"), ctypes.c_int()
+        address = ctypes.create_string_buffer(_BUS_ID_BYTES)
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
+            if cuda.cuDeviceGetPCIBusId(address, _BUS_ID_BYTES, device) == 0:
+                return address.value
+    return None
