@@ -21,6 +21,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tls_client_ca": ("ssl_ca_certs",),
         "log_level": ("uvicorn_log_level",),
         "otlp_endpoint": ("otlp_traces_endpoint",),
+        "profile_dir": ("profile",),
         "step_timeout": ("watchdog_timeout",),
         "coordinator_address": ("dist_init_addr",),
         "num_processes": ("nnodes",),

@@ -29,6 +29,8 @@ from jaxinfer.served import ServedModel, without_weights
 from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.weights.open import open_model_files
 
+_MOST_TRACE_BYTES = 4 << 30
+
 _log = logging.getLogger("jaxinfer.serve.core")
 
 
@@ -148,13 +150,21 @@ def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folde
 
 
 class JaxProfiler:
-    """A profiler that writes traces for TensorBoard and Perfetto below a folder."""
+    """A profiler that writes traces for TensorBoard and Perfetto below a folder, until that has ``max_bytes``.
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder = folder
+    A trace has programs and kernels, and no Python functions: these are many in a step, and would slow it down.
+    """
+
+    def __init__(self, folder: pathlib.Path, max_bytes: int = _MOST_TRACE_BYTES) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
 
     def start(self) -> None:
-        jax.profiler.start_trace(str(self._folder))
+        size = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
+        if size >= self._max_bytes:
+            raise RuntimeError(f"the folder of profiles has {size} bytes, and may have {self._max_bytes}: clear it")
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(self._folder), profiler_options=options)
 
     def stop(self) -> str:
         jax.profiler.stop_trace()

@@ -369,6 +369,11 @@ class AsyncEngine:
             raise LoRAError("this engine serves no adapters: it needs enable_lora")
         return self._engine.loras
 
+    @property
+    def steps(self) -> int:
+        """Steps so far. From any thread."""
+        return self._steps
+
     def pulse(self) -> Pulse:
         """Return the liveness of the engine thread. Callable from any thread; does not wait."""
         since = self._since

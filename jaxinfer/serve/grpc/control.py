@@ -14,6 +14,7 @@ from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
 from jaxinfer.serve.api.errors import Kind, ServeError, invalid, rename_fields
 from jaxinfer.serve.core import operations
 from jaxinfer.serve.core.operations import WeightState
+from jaxinfer.serve.core.profiling import checked_steps
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.loras import NameInUseError, required
 from jaxinfer.serve.frontend.operations import Operations
@@ -57,7 +58,7 @@ class Engine(Protocol):
         """Yield startup progress from now on, until READY or FAILED."""
         ...
 
-    async def start_profile(self) -> None: ...
+    async def start_profile(self, steps: int) -> None: ...
 
     async def stop_profile(self) -> str:
         """Stop profiling and return the folder of the trace."""
@@ -133,7 +134,7 @@ class Control(ControlServicer):
     @override
     async def StartProfile(self, request: pb.StartProfileRequest, rpc: Rpc) -> pb.StartProfileResponse:
         self._check_profiling()
-        await self._engine.start_profile()
+        await self._engine.start_profile(checked_steps(request.steps if request.HasField("steps") else None))
         return pb.StartProfileResponse()
 
     @override

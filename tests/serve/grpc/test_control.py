@@ -166,7 +166,11 @@ def test_profiles_need_a_folder() -> None:
             assert server.supervisor.profiles == []
         async with running(profile_dir="profiles") as server:
             await server.control.StartProfile(pb.StartProfileRequest())
+            await server.control.StartProfile(pb.StartProfileRequest(steps=3))
             assert (await server.control.StopProfile(pb.StopProfileRequest())).folder == "profiles/1"
-            assert server.supervisor.profiles == ["start", "stop"]
+            assert server.supervisor.profiles == ["start 1000", "start 3", "stop"]
+            for steps in (0, -1, 1001):
+                found = await failure(server.control.StartProfile(pb.StartProfileRequest(steps=steps)))
+                assert (found.code, list(found.violations)) == (grpc.StatusCode.INVALID_ARGUMENT, ["steps"])
 
     asyncio.run(story())
