@@ -135,6 +135,7 @@ THIRD_PARTY = {
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "structured": {"llguidance", "msgspec", "numpy"},
     "lora": {"jax", "jaxtyping", "numpy"},
+    "engine": NUMERIC | {"pynvml"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (with their submodules) that run without jax; so does `import jaxinfer` itself.

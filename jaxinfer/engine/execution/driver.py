@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 
 from jaxinfer.engine.scheduling.usage import DriverFigures
 
@@ -21,8 +20,8 @@ except ImportError:  # the extra nvml is not installed
 _BUS_ID_BYTES = 32
 
 
-def driver_figures(device: jax.Device) -> DriverFigures | None:
-    """Return the driver's figures of a GPU; None: there are none. A figure that this GPU does not have is None."""
+def driver_figures(device: Any) -> DriverFigures | None:
+    """Return the driver's figures of a JAX device; None: there are none. A figure that this GPU does not have is None."""
     handle = None if device.platform != "gpu" else _handle(device.local_hardware_id)
     if handle is None:
         return None

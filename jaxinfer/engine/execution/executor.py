@@ -112,9 +112,7 @@ class StageRuntime:
         """Return the arrays of this stage. ``slots``: those of its slots; ``shared``: parameters of another stage."""
         params = {name: node for name, node in self.params.items() if name not in shared}
         weights, devices = (params, self.tower), own_devices(self.mesh)
-        return Kept(
-            devices, weights, self.pools, self.banks, self.images, slots, self._temporaries, self.host.nbytes
-        )
+        return Kept(devices, weights, self.pools, self.banks, self.images, slots, self._temporaries, self.host.nbytes)
 
     @functools.cached_property
     def _temporaries(self) -> int:
