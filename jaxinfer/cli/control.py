@@ -38,7 +38,8 @@ _EXAMPLES = (
 )
 _ABOUT = """Operate a server over its control port (--control-port): stats prints statistics, drain
 rejects new requests and waits for running ones, abort ends a request, flush clears the prefix cache, start-profile and
-stop-profile write a trace of the device (--profile-dir of the server); pause, resume, abort-all, sleep, wake-up, update-weights and weight-info change and show a running engine. Output is JSON."""
+stop-profile write a trace of the device (--profile-dir of the server); pause, resume,
+abort-all, sleep, wake-up, update-weights and weight-info change and show a running engine. Output is JSON."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

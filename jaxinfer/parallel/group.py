@@ -133,6 +133,10 @@ class Group:
     def leads(self) -> bool:
         return self.membership.process_id == 0
 
+    @property
+    def is_over(self) -> bool:
+        return self._ended.locked()
+
     # ---- before the first call
 
     def least(self, number: int) -> int:

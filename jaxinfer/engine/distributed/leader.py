@@ -30,7 +30,6 @@ from jaxinfer.parallel.mesh import stages
 from jaxinfer.parallel.processes import processes_of
 from jaxinfer.sampling import Sampled
 
-
 REPORT_SECONDS = 5.0
 """Seconds between two reports of a process's memory."""
 
@@ -234,8 +233,8 @@ class FollowerMemory(EngineMemory):
 
 
 def report_usage(executors: Mapping[int, LocalExecutor], group: Group, seconds: float = REPORT_SECONDS) -> None:
-    """Report the memory of this process's devices to process 0, by replica. Does not return while the group lives."""
-    while True:
+    """Report the memory of this process's devices to process 0, by replica, until the group is over."""
+    while not group.is_over:
         usages = {str(replica): dataclasses.asdict(executor.usage()) for replica, executor in executors.items()}
         group.report(usages)
         time.sleep(seconds)

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-
 from jaxinfer.engine.scheduling.usage import DriverFigures
 
 try:
@@ -17,11 +16,11 @@ try:
 except ImportError:  # the extra nvml is not installed
     pynvml = None
 
-_BUS_ID_BYTES = 32
+_SIZE = 32  # bytes of a PCI address as text, and more
 
 
 def driver_figures(device: Any) -> DriverFigures | None:
-    """Return the driver's figures of a JAX device; None: there are none. A figure that this GPU does not have is None."""
+    """Return the driver's figures of a JAX device; None: there are none. Figures that this GPU lacks are None."""
     handle = None if device.platform != "gpu" else _handle(device.local_hardware_id)
     if handle is None:
         return None
@@ -64,8 +63,7 @@ def _bus_id(ordinal: int, load: Callable[[str], Any] = ctypes.CDLL) -> bytes | N
     """Return the PCI address of a GPU by its number in CUDA; None: this process has no CUDA."""
     with contextlib.suppress(OSError, AttributeError):
         cuda, device = load("libcuda.so.1"), ctypes.c_int()
-        address = ctypes.create_string_buffer(_BUS_ID_BYTES)
-        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0:
-            if cuda.cuDeviceGetPCIBusId(address, _BUS_ID_BYTES, device) == 0:
-                return address.value
+        address = ctypes.create_string_buffer(_SIZE)
+        if not (cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetPCIBusId(address, _SIZE, device)):
+            return address.value
     return None

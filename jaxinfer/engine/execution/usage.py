@@ -10,7 +10,7 @@ import jax
 
 from jaxinfer.engine.execution.driver import driver_figures
 from jaxinfer.engine.scheduling.usage import DeviceUsage, HostUsage, Usage
-from jaxinfer.kv.pool import LayerPool, Pool, StatePool
+from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.parallel.arrays import array_bytes, memory_stats
 
 _Sizes = collections.Counter[tuple[jax.Device | None, str]]  # bytes by device (None: the host) and part
@@ -73,7 +73,7 @@ def _parts(sizes: _Sizes, place: jax.Device | None) -> dict[str, int]:
     return {part: size for (device, part), size in sizes.items() if device == place and size}
 
 
-def _device(device: jax.Device, parts: dict[str, int]) -> DeviceUsage:
+def _device(device: Any, parts: dict[str, int]) -> DeviceUsage:
     stats = memory_stats(device)
     return DeviceUsage(
         process=device.process_index,
