@@ -141,7 +141,10 @@ THIRD_PARTY = {
 # Modules (with their submodules) that run without jax; so does `import jaxinfer` itself.
 NO_JAX = (
     "jaxinfer.__main__",
-    "jaxinfer.bench",
+    "jaxinfer.bench.__main__",
+    "jaxinfer.bench.commands",
+    "jaxinfer.bench.iterations",
+    "jaxinfer.bench.transformers_backend",
     "jaxinfer.brief",
     "jaxinfer.cli",
     "jaxinfer.client",

@@ -43,7 +43,7 @@ def _declared(repo: pathlib.Path) -> set[str]:
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [
         line
-        for extra in ("bench", "nvml", "ray", "routing", "tunix")
+        for extra in ("bench", "nvml", "ray", "routing", "transformers", "tunix")
         for line in project["optional-dependencies"][extra]
     ]
     packages = {re.split(r"[<>=\[; ]", line)[0] for line in lines}

@@ -73,7 +73,10 @@ def test_weights_that_a_head_shares_count_once():
     own = {name: node for name, node in runtime.params.items() if name not in shared}
     parts = parts_of(drafting)
     assert parts["weights"] == device_bytes(model.params) + device_bytes(own)
-    assert parts["weights"] == plan_engine(drafting.model, EngineConfig(**settings, speculative="eagle3"), "cpu").needs.weights
+    assert (
+        parts["weights"]
+        == plan_engine(drafting.model, EngineConfig(**settings, speculative="eagle3"), "cpu").needs.weights
+    )
 
 
 def test_what_jax_and_the_driver_report_is_passed_on(llm, monkeypatch):
