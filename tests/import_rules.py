@@ -135,7 +135,7 @@ THIRD_PARTY = {
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "structured": {"llguidance", "msgspec", "numpy"},
     "lora": {"jax", "jaxtyping", "numpy"},
-    "engine": NUMERIC | {"pynvml"},
+    "parallel": NUMERIC | {"pynvml"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (with their submodules) that run without jax; so does `import jaxinfer` itself.
@@ -174,6 +174,7 @@ NO_JAX = (
     "jaxinfer.lora.store",
     "jaxinfer.lora.usage",
     "jaxinfer.outputs",
+    "jaxinfer.parallel.driver",
     "jaxinfer.parallel.frames",
     "jaxinfer.parsers",
     "jaxinfer.planner",

@@ -233,7 +233,6 @@ def _compare(report: Console, before: Mapping[str, Any], now: Mapping[str, Any])
         if name in before["backends"]:
             title = f"{name}, compared with {before['date']}"
             report.print(ratios.table(title, before["backends"][name], figures, ("before", "now")))
-    for kind in ("device", "versions", "settings"):
-        pair = ({kind: each[kind]} if kind == "device" else each[kind] for each in (before, now))
-        for line in ratios.differences(*pair):
-            report.print(f"differs       {line}", markup=False, highlight=False)
+    given = [{"device": each["device"], **each["versions"], **each["settings"]} for each in (before, now)]
+    for line in ratios.differences(*given):
+        report.print(f"differs       {line}", markup=False, highlight=False)

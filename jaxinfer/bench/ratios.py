@@ -20,7 +20,8 @@ _RATES = {
 }
 _LATENCIES = {"iteration": "iteration", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 _PERCENTILES = ("mean", "p50", "p90", "p99")
-_OF_A_RUN = {"out", "compare", "work", "command"}  # options that may differ between runs that are compared
+_OF_A_RUN = {"out", "compare", "backend", "backends", "transformers_python", "transformers_batch_size"}
+# options that change nothing of what jaxinfer measures
 
 
 def read(path: pathlib.Path, command: str) -> dict[str, Any]:

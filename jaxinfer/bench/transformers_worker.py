@@ -1,13 +1,15 @@
 """The process in which Hugging Face's transformers generates, for ``jaxinfer bench --backend transformers``.
 
 It may have another Python than jaxinfer, so it imports nothing of it. Each line of standard input is a question in
-JSON, answered by a line of standard output: for versions (an empty one), to load a ``model``, to generate for ``prompts``.
+JSON, answered by a line of standard output: for versions (an empty one), to load a ``model``, or to generate for
+``prompts``.
 """
 
 import json
 import os
 import sys
 import time
+from typing import Any
 
 try:
     import torch  # noqa: TID251 only this process has it
@@ -20,17 +22,18 @@ except ImportError as error:  # the parent says what to do
 class _Ticks:
     """A stopping criterion that never stops, and notes the time of each step."""
 
-    def __init__(self, start):
-        self.start, self.times = start, []
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.times: list[float] = []
 
-    def __call__(self, input_ids, scores, **_):
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         if input_ids.is_cuda:
             torch.cuda.synchronize()
         self.times.append(time.perf_counter() - self.start)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def load(asked):
+def load(asked: dict[str, Any]) -> Any:
     """Return the model of a folder, in ``asked["dtype"]``, on the first GPU if there is one."""
     place = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, asked["dtype"])
@@ -40,11 +43,12 @@ def load(asked):
     return model
 
 
-def generate(model, asked):
+def generate(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
     """Generate in batches of ``asked["batch_size"]`` prompts, and return seconds and times of all requests."""
     torch.manual_seed(asked["seed"])
     start = time.perf_counter()
-    deliveries, finishes = [], []
+    deliveries: list[list[list[float]]] = []
+    finishes: list[str] = []
     for first in range(0, len(asked["prompts"]), asked["batch_size"]):
         part = slice(first, first + asked["batch_size"])
         times, lengths = _batch(model, asked["prompts"][part], asked["output_lens"][part], asked["temperature"], start)
@@ -54,7 +58,9 @@ def generate(model, asked):
     return {"seconds": time.perf_counter() - start, "deliveries": deliveries, "finishes": finishes}
 
 
-def _batch(model, prompts, wanted, temperature, start):
+def _batch(
+    model: Any, prompts: list[list[int]], wanted: list[int], temperature: float, start: float
+) -> tuple[list[float], list[int]]:
     """Generate one batch, padded on the left; return the time of each step, and the tokens of each output."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts], device=model.device)
@@ -76,7 +82,7 @@ def _batch(model, prompts, wanted, temperature, start):
     return ticks.times, [min(pair) for pair in zip(lengths, wanted, strict=True)]
 
 
-def answer(asked, model):
+def answer(asked: dict[str, Any], model: Any) -> tuple[dict[str, Any], Any]:
     """Answer one question; return the answer and the model, which is None until it is loaded."""
     if torch is None:
         return {"missing": missing}, None
@@ -84,13 +90,14 @@ def answer(asked, model):
         with torch.inference_mode():
             return generate(model, asked), model
     if "model" in asked:
-        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
         model = load(asked)
         return {"device": str(model.device)}, model
     return {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}, None
 
 
-def main():
+def main() -> None:
     """Answer each line of standard input, until it ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

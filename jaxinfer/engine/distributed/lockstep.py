@@ -32,11 +32,11 @@ from jaxinfer.engine.execution.commands import (
 )
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.encoder import text_part
+from jaxinfer.engine.execution.memory import Kept, measure
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params, put_part, targets_of
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, returns_experts
 from jaxinfer.engine.execution.step import StepState, pack
-from jaxinfer.engine.execution.usage import Kept, measure
 from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes

@@ -29,6 +29,7 @@ from jaxinfer.engine.execution.commands import (
 )
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.encoder import abstract_cache, text_part
+from jaxinfer.engine.execution.memory import Kept, measure
 from jaxinfer.engine.execution.placement import (
     StageArrays,
     abstract_banks,
@@ -44,7 +45,6 @@ from jaxinfer.engine.execution.placement import (
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
-from jaxinfer.engine.execution.usage import Kept, measure
 from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import HostPages, slot_bytes

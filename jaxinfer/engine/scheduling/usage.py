@@ -7,26 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxinfer.parallel.driver import DriverFigures
+
 PARTS = ("weights", "kv_cache", "states", "adapters", "encoder_cache", "slots", "temporaries")
 """What an engine keeps in device memory. ``temporaries``: the working set of the largest program, while it runs."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DriverFigures:
-    """Figures of the NVIDIA driver for a whole GPU, with other programs on it; None: it does not have them.
-
-    Attributes:
-        utilization: share of the driver's last sample period in which a kernel ran, 0 to 1.
-        memory_used, memory_total: bytes.
-        watts: power.
-        celsius: temperature.
-    """
-
-    utilization: float | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    watts: float | None = None
-    celsius: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import grpc
@@ -198,7 +198,7 @@ def _seconds(name: str, what: str, label: str, registry: CollectorRegistry) -> S
     return ServerHistogram(PREFIX + name, what, [label], buckets=SECONDS, registry=registry)
 
 
-_Samples = list[tuple[dict[str, str], float]]  # additional labels, value
+_Samples = Sequence[tuple[dict[str, str], float]]  # additional labels, value
 
 
 def _gauges(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from jaxinfer.engine.scheduling.usage import BusyTime, DeviceUsage, DriverFigures, HostUsage, Usage, joined, usage_of
+from jaxinfer.engine.scheduling.usage import BusyTime, DeviceUsage, HostUsage, Usage, joined, usage_of
+from jaxinfer.parallel.driver import DriverFigures
 
 
 class Clock:

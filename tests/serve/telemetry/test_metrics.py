@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.engine.scheduling.stats import EngineStats, HistogramRecorder, StatsRecorder, WeightStats
-from jaxinfer.engine.scheduling.usage import DeviceUsage, DriverFigures, HostUsage, Usage
+from jaxinfer.engine.scheduling.usage import DeviceUsage, HostUsage, Usage
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage
+from jaxinfer.parallel.driver import DriverFigures
 from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.telemetry.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from jaxinfer.engine.execution import driver
-from jaxinfer.engine.scheduling.usage import DriverFigures
+from jaxinfer.parallel import driver
+from jaxinfer.parallel.driver import DriverFigures
 
 
 class NVMLError(Exception):

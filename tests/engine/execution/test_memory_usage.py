@@ -4,11 +4,11 @@ import jax
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution import usage
+from jaxinfer.engine.execution import memory
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.scheduling.usage import DriverFigures
 from jaxinfer.llm import LLM
 from jaxinfer.parallel.arrays import device_bytes
+from jaxinfer.parallel.driver import DriverFigures
 from jaxinfer.sampling_params import SamplingParams
 from tests.fakes import random_head, random_model
 
@@ -87,8 +87,8 @@ def test_what_jax_and_the_driver_report_is_passed_on(llm, monkeypatch):
             return {"bytes_in_use": 5, "peak_bytes_in_use": 7, "bytes_limit": 11}
 
     figures = DriverFigures(watts=300.0)
-    monkeypatch.setattr(usage, "driver_figures", lambda device: figures)
-    found = usage._device(Gpu(), {"weights": 3})
+    monkeypatch.setattr(memory, "driver_figures", lambda device: figures)
+    found = memory._device(Gpu(), {"weights": 3})
     assert (found.process, found.device, found.kind, found.parts) == (1, 9, "NVIDIA H200", {"weights": 3})
     assert (found.in_use, found.peak, found.limit, found.driver) == (5, 7, 11, figures)
 
@@ -97,6 +97,6 @@ def test_arrays_in_host_memory_are_the_hosts():
     device = jax.devices()[0]
     place = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     here, there = jax.numpy.zeros(8), jax.device_put(jax.numpy.zeros(16), place)
-    found = usage.measure([usage.Kept([device], {"a": here, "b": there})])
+    found = memory.measure([memory.Kept([device], {"a": here, "b": there})])
     assert found.devices[0].parts == {"weights": 32}
     assert found.hosts[0].parts == {"weights": 64}

@@ -1,15 +1,14 @@
 """Figures of the NVIDIA driver (NVML) for the GPUs of this process. Absent without the package nvidia-ml-py, or without
-a driver: never an error."""
+a driver: never an error. No jax."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-
-from jaxinfer.engine.scheduling.usage import DriverFigures
 
 try:
     import pynvml
@@ -17,6 +16,24 @@ except ImportError:  # the extra nvml is not installed
     pynvml = None
 
 _SIZE = 32  # bytes of a PCI address as text, and more
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DriverFigures:
+    """Figures of the NVIDIA driver for a whole GPU, with other programs on it; None: it does not have them.
+
+    Attributes:
+        utilization: share of the driver's last sample period in which a kernel ran, 0 to 1.
+        memory_used, memory_total: bytes.
+        watts: power.
+        celsius: temperature.
+    """
+
+    utilization: float | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    watts: float | None = None
+    celsius: float | None = None
 
 
 def driver_figures(device: Any) -> DriverFigures | None:
