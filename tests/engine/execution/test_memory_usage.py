@@ -62,7 +62,6 @@ def test_what_is_asleep_has_no_memory(llm):
     assert parts_of(llm) == before
 
 
-@pytest.mark.slow
 def test_weights_that_a_head_shares_count_once():
     model, settings = random_model(num_hidden_layers=4), {**SETTINGS, "num_speculative_tokens": 2}
     head = random_head("eagle3", model)
