@@ -19,6 +19,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.config.aliases import SettingNameError, advice, our_settings
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.execution.on_policy import ServedPrograms
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.images.expansion import for_vocabulary, place_images
 from jaxinfer.images.prompts import HeldImage, ImagePrompt, bare_prompt, image_prompt, with_timestamps
 from jaxinfer.loading import start_engine
@@ -230,6 +231,11 @@ class LLM(LoRAFrontend, WeightFrontend):
         """Return what `Model.logprobs` needs to know of the engine; a static argument of `jax.jit`."""
         programs: ServedPrograms = self.engine.served_programs()
         return programs
+
+    def memory(self) -> Usage:
+        """Return the memory of the devices in bytes: by weights, KV cache, states, adapters and programs' temporaries,
+        and what JAX's allocator and the driver report; also the time in which they had steps to compute."""
+        return self.engine.usage()
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached page; return their number."""

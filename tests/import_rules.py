@@ -135,12 +135,16 @@ THIRD_PARTY = {
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "structured": {"llguidance", "msgspec", "numpy"},
     "lora": {"jax", "jaxtyping", "numpy"},
+    "parallel": NUMERIC | {"pynvml"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (with their submodules) that run without jax; so does `import jaxinfer` itself.
 NO_JAX = (
     "jaxinfer.__main__",
-    "jaxinfer.bench",
+    "jaxinfer.bench.__main__",
+    "jaxinfer.bench.commands",
+    "jaxinfer.bench.iterations",
+    "jaxinfer.bench.transformers_backend",
     "jaxinfer.brief",
     "jaxinfer.cli",
     "jaxinfer.client",
@@ -170,6 +174,7 @@ NO_JAX = (
     "jaxinfer.lora.store",
     "jaxinfer.lora.usage",
     "jaxinfer.outputs",
+    "jaxinfer.parallel.driver",
     "jaxinfer.parallel.frames",
     "jaxinfer.parsers",
     "jaxinfer.planner",

@@ -24,6 +24,7 @@ IMPORTED_AS = {
     "fastapi-swagger": "fastapi_swagger",
     "orbax-checkpoint": "orbax",
     "smg-grpc-proto": "smg_grpc_proto",
+    "nvidia-ml-py": "pynvml",
     "pyzmq": "zmq",
 }
 DECLARED = {"jax", "flax", "jaxtyping", "numpy", "safetensors", "tokenizers", "rich"}
@@ -41,7 +42,9 @@ def _write(root: pathlib.Path, files: dict[str, str]) -> None:
 def _declared(repo: pathlib.Path) -> set[str]:
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     lines = project["dependencies"] + [
-        line for extra in ("bench", "ray", "routing", "tunix") for line in project["optional-dependencies"][extra]
+        line
+        for extra in ("bench", "nvml", "ray", "routing", "transformers", "tunix")
+        for line in project["optional-dependencies"][extra]
     ]
     packages = {re.split(r"[<>=\[; ]", line)[0] for line in lines}
     return {IMPORTED_AS.get(package, package) for package in packages}

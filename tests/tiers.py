@@ -14,6 +14,7 @@ SLOW_FILES = (
     "engine/execution/test_adapters.py",
     "engine/execution/test_compiled.py",
     "engine/execution/test_memory.py",
+    "engine/execution/test_memory_usage.py",
     "engine/execution/test_on_policy.py",
     "engine/execution/test_probe.py",
     "engine/scheduling/test_adapter_fairness.py",

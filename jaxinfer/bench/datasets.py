@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -61,6 +62,24 @@ class Asked:
     groups: int = 1
     scale: float | None = None
     block_tokens: int = traces.MOONCAKE_BLOCK
+
+    @classmethod
+    def of(
+        cls, options: argparse.Namespace, prompts: Prompts, tokens_per_word: float, max_len: int | None = None
+    ) -> Asked:
+        """Return the description that the options of `jaxinfer.bench.options.add_dataset` give."""
+        return cls(
+            prompts,
+            tokens_per_word,
+            max_len,
+            options.dataset_path,
+            options.input_len,
+            options.output_len,
+            options.prefix_len,
+            options.groups,
+            options.scale,
+            options.block_tokens,
+        )
 
     @property
     def outputs(self) -> Lengths:

@@ -24,6 +24,16 @@ ALWAYS: Mapping[str, Always] = {
 }
 """Options that are always so here."""
 
+OFFLINE_ALWAYS: Mapping[str, Always] = {
+    "disable_tqdm": ALWAYS["disable_tqdm"],
+    "n": Always("1", "a request has one output: more requests have more"),
+    "use_beam_search": Always("false", "there is no beam search: n and best_of sample"),
+    "async_engine": Always("true|false", "there is one engine, and AsyncLLM is made of it"),
+    "disable_detokenize": Always("false", "outputs are measured as users get them, with their text"),
+    "tokenizer": Always(".*", "prompts are token ids"),
+}
+"""Options of vLLM's offline benchmarks that are always so here."""
+
 _BACKENDS: Mapping[str, str] = {
     "vllm": "completions",
     "openai": "completions",
@@ -46,7 +56,7 @@ def add_others(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", "--endpoint-type", choices=sorted(_BACKENDS), help=hidden)
     parser.add_argument("--host", help=hidden)
     parser.add_argument("--port", type=int, help=hidden)
-    parser.add_argument("--random-range-ratio", type=float, help=hidden)
+    add_lengths(parser)
     parser.add_argument("--save-result", action="store_true", help=hidden)
     parser.add_argument("--result-dir", type=pathlib.Path, help=hidden)
 
@@ -64,6 +74,22 @@ def take_others(options: argparse.Namespace) -> None:
         options.target = f"http://{options.host or '127.0.0.1'}:{options.port or 8000}"
     if options.concurrency and options.request_rate == math.inf:
         options.request_rate = None  # no other bound than the users
+    take_lengths(options)
+    if options.save_result or options.result_dir is not None:
+        options.out = (options.result_dir or pathlib.Path()) / (options.out or _RESULTS)
+
+
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `take_lengths`."""
+    parser.add_argument("--random-range-ratio", type=float, help=argparse.SUPPRESS)
+
+
+def take_lengths(options: argparse.Namespace) -> None:
+    """Set data set and lengths from names of other benchmarks: a prefix of random prompts, and a range around lengths.
+
+    Raises:
+        OptionsError: a value is invalid.
+    """
     if options.prefix_len and options.dataset == "random":
         options.dataset = "shared-prefix"
     if (ratio := options.random_range_ratio) is not None:
@@ -71,8 +97,6 @@ def take_others(options: argparse.Namespace) -> None:
             raise OptionsError(f"--random-range-ratio {ratio:g} must be at least 0 and below 1")
         for name in ("input_len", "output_len"):
             setattr(options, name, _around(getattr(options, name), ratio))
-    if options.save_result or options.result_dir is not None:
-        options.out = (options.result_dir or pathlib.Path()) / (options.out or _RESULTS)
 
 
 def _around(lengths: Lengths | None, ratio: float) -> Lengths | None:

@@ -35,8 +35,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def make_parser() -> Parser:
     """Return the parser."""
     parser = Parser("jaxinfer bench", _DESCRIPTION, _EXAMPLES, _COMMON)
-    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="benchmark a running server")
-    for add in (_target, _load, _sweep, _dataset, _report, add_others):
+    what = "benchmark a running server; latency and throughput have options of their own, and measure an engine"
+    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help=what)
+    for add in (_target, _load, _sweep, add_dataset, _report, add_others):
         add(parser)
     parser.accept_always(ALWAYS)
     return parser
@@ -65,7 +66,7 @@ def _target(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--api-key-file", type=pathlib.Path, help="file whose first line is the API key")
     group.add_argument("--ca-file", type=pathlib.Path, help="PEM file of trusted CAs, for TLS")
-    group.add_argument("--connections", type=_count, default=8, help="gRPC connections, used in turn")
+    group.add_argument("--connections", type=count, default=8, help="gRPC connections, used in turn")
     group.add_argument(
         "--metrics",
         type=_http,
@@ -73,15 +74,15 @@ def _target(parser: argparse.ArgumentParser) -> None:
         help="Prometheus metrics of the server (default: /metrics of an HTTP target)",
     )
     group.add_argument("--timeout", type=_positive, default=600.0, help="time limit of a request in seconds")
-    group.add_argument("--vocab-size", type=_count, help="over HTTP: send random token ids below it, not words")
-    group.add_argument("--temperature", type=_not_negative, default=0.0, help="sampling temperature; 0: greedy")
+    group.add_argument("--vocab-size", type=count, help="over HTTP: send random token ids below it, not words")
+    group.add_argument("--temperature", type=not_negative, default=0.0, help="sampling temperature; 0: greedy")
 
 
 def _load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument("--request-rate", type=_positive, help="open loop: requests per second; inf: all at once")
     users = f"closed loop: concurrent users (default: {DEFAULT_USERS})"
-    group.add_argument(*all_flags("concurrency"), type=_count, help=users)
+    group.add_argument(*all_flags("concurrency"), type=count, help=users)
     group.add_argument("--speed", type=_positive, help="open loop: speedup of a trace's arrivals")
     group.add_argument(
         "--burstiness",
@@ -90,7 +91,7 @@ def _load(parser: argparse.ArgumentParser) -> None:
         help="shape of the gamma distributed gaps; 1: Poisson, below: bursts, inf: even",
     )
     number = f"requests to send (default: {DEFAULT_REQUESTS}, without --duration)"
-    group.add_argument(*all_flags("num_requests"), type=_count, help=number)
+    group.add_argument(*all_flags("num_requests"), type=count, help=number)
     group.add_argument("--duration", type=_positive, help="seconds during which requests are started")
     group.add_argument(*all_flags("warmup"), type=int, default=0, help="warmup requests, not measured")
     group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and sampling")
@@ -115,7 +116,8 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep-up", type=_positive, default=0.9, help="minimum completion rate / arrival rate")
 
 
-def _dataset(parser: argparse.ArgumentParser) -> None:
+def add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe the requests: `jaxinfer.bench.datasets.Asked`."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         *all_flags("dataset"), choices=sorted(DATASETS), default="random", help="data set of the requests"
@@ -140,11 +142,11 @@ def _dataset(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="shared-prefix, sonnet: tokens of the prefix",
     )
-    group.add_argument("--groups", type=_count, default=1, help="shared-prefix: number of prefixes")
+    group.add_argument("--groups", type=count, default=1, help="shared-prefix: number of prefixes")
     group.add_argument("--scale", type=_positive, help="azure: factor of lengths (default: the longest fits)")
     group.add_argument(
         "--block-tokens",
-        type=_count,
+        type=count,
         default=MOONCAKE_BLOCK,
         help="mooncake: tokens per block",
     )
@@ -189,20 +191,22 @@ def _http(text: str) -> str:
 
 
 def _positive(text: str) -> float:
-    value = _not_negative(text)
+    value = not_negative(text)
     if value == 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
-def _not_negative(text: str) -> float:
+def not_negative(text: str) -> float:
+    """Parse a number that is 0 or more."""
     value = float(text)
     if math.isnan(value) or value < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Parse a whole number above 0."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
@@ -218,7 +222,7 @@ def _tokens(text: str) -> int:
 
 def _lengths(text: str) -> Lengths:
     low, _, high = text.partition(":")
-    found = Lengths(_count(low), _count(high or low))
+    found = Lengths(count(low), count(high or low))
     if found.low > found.high:
         raise argparse.ArgumentTypeError(f"{text}: {found.low} is above {found.high}")
     return found

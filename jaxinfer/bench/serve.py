@@ -6,15 +6,11 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import math
 import pathlib
-import platform
 import ssl
-import sys
-import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -24,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from jaxinfer.bench import datasets, plot, table
-from jaxinfer.bench.datasets import DATASETS, DEFAULT_LENGTHS, Asked, DatasetError, Lengths
+from jaxinfer.bench.about import date_line, requests_line, settings_of, versions
+from jaxinfer.bench.datasets import DATASETS, Asked, DatasetError
 from jaxinfer.bench.drive import Driver, Prepared
 from jaxinfer.bench.figures import MS, Goals, summary
 from jaxinfer.bench.grpc_target import GrpcTarget
@@ -38,7 +35,6 @@ from jaxinfer.bench.speculation import Watched, between
 from jaxinfer.bench.sweep import Knee, Search
 from jaxinfer.bench.target import Access, Item, Sampling, Served, Target
 from jaxinfer.bench.watch import Bounds, Watch
-from jaxinfer.version import __version__
 
 OK, NOTHING_SUCCEEDED, OF_THE_GENERATOR, SOME_FAILED, INTERRUPTED = 0, 1, 3, 4, 130
 """Exit codes; `main` returns 2, measurement impossible."""
@@ -70,18 +66,7 @@ class Session:
         served = await target.open()
         ids = None if DATASETS[options.dataset].text else usable_ids(served)
         per_word = 1.0 if ids else await tokens_per_word(target)
-        asked = Asked(
-            ids or Words(per_word),
-            per_word,
-            served.max_model_len,
-            options.dataset_path,
-            options.input_len,
-            options.output_len,
-            options.prefix_len,
-            options.groups,
-            options.scale,
-            options.block_tokens,
-        )
+        asked = Asked.of(options, ids or Words(per_word), per_word, served.max_model_len)
         return cls(options, target, served, asked)
 
     def items(self, number: int) -> Iterator[Item]:
@@ -313,30 +298,13 @@ def header(options: argparse.Namespace, served: Served, load: Load) -> dict[str,
     version = f"version {served.version}" if served.version else "which does not tell its version"
     found = {
         "server": f"{options.target}: {served.model}, {version}",
-        "requests": _requests(options),
+        "requests": requests_line(options),
         "load": _load(options, load),
     }
     if options.goodput:
         share = f", {options.good_share:.0%} of requests" if options.sweep else ""
         found["goals"] = ", ".join(f"{word.replace(':', ' ')} ms" for word in options.goodput) + share
-    return found | {
-        "date": f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, "
-        f"jaxinfer.bench {importlib.metadata.version('jaxinfer')}"
-    }
-
-
-def _requests(options: argparse.Namespace) -> str:
-    dataset = DATASETS[options.dataset]
-    parts = [options.dataset if options.dataset_path is None else f"{options.dataset} ({options.dataset_path.name})"]
-    if options.dataset in ("shared-prefix", "sonnet"):
-        parts.append(f"prefixes of {options.prefix_len}")
-    if dataset.lengths_given:
-        parts.append(f"{_tokens(options.input_len)} tokens in, {_tokens(options.output_len or DEFAULT_LENGTHS)} out")
-    return ", ".join((*parts, f"temperature {options.temperature:g}", f"seed {options.seed}"))
-
-
-def _tokens(lengths: Lengths) -> str:
-    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low} to {lengths.high}"
+    return found | {"date": date_line()}
 
 
 def _load(options: argparse.Namespace, load: Load) -> str:
@@ -369,8 +337,9 @@ class RawFile:
         self._file = file
 
     def header(self, options: argparse.Namespace, served: Served, more: Mapping[str, Any]) -> None:
-        settings = {name: _plain(value) for name, value in vars(options).items()}
-        self._line("header", {"format": FORMAT, "settings": settings, "server": vars(served), **_versions(), **more})
+        about = versions(("grpcio", "protobuf", "numpy"))
+        settings = settings_of(options)
+        self._line("header", {"format": FORMAT, "settings": settings, "server": vars(served), **about, **more})
 
     def run(self, records: Sequence[Record], figures: Mapping[str, Any]) -> None:
         for record in records:
@@ -384,23 +353,6 @@ class RawFile:
     def _line(self, kind: str, content: Mapping[str, Any]) -> None:
         json.dump({"kind": kind, **content}, self._file, separators=(",", ":"))
         self._file.write("\n")
-
-
-def _versions() -> dict[str, Any]:
-    packages = {name: importlib.metadata.version(name) for name in ("grpcio", "protobuf", "numpy")}
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {
-            "python": sys.version.split()[0],
-            "system": platform.platform(),
-            "jaxinfer": __version__,  # of the source, which need not be installed
-            **packages,
-        },
-    }
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, pathlib.Path) else value
 
 
 INTERVAL = 1.0  # seconds: drawing takes milliseconds of the measurement

@@ -33,27 +33,29 @@ def show_header(console: Console, lines: Mapping[str, str]) -> None:
 
 def show(console: Console, figures: Mapping[str, Any]) -> None:
     """Print one run."""
-    console.print(_latencies(figures["latency"]))
-    for line in _lines(figures):
-        console.print(line, highlight=False)
+    console.print(latency_table(figures["latency"], _LATENCIES))
+    for line in (*request_lines(figures), *_generator(figures["generator"])):
+        console.print(escape(line), highlight=False)
     if doubts := figures["generator"]["doubts"]:
         console.print(f"[bold red]{BOTTLENECK}, and the figures are its own: {'; '.join(doubts)}[/]", highlight=False)
 
 
-def _latencies(latency: Mapping[str, Any]) -> Table:
+def latency_table(latency: Mapping[str, Any], rows: Mapping[str, str]) -> Table:
+    """Return a table of latencies in milliseconds. ``rows``: title of each, by its name in ``latency``."""
     table = Table()
     table.add_column("milliseconds")
     for name in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="right")
-    for name, words in _LATENCIES.items():
+    for name, words in rows.items():
         found = latency[name]
         cells = [f"{found[each] * 1e3:.2f}" for each in ("mean", "p50", "p90", "p99", "max")] if found else ["-"] * 5
         table.add_row(words, *cells)
     return table
 
 
-def _lines(figures: Mapping[str, Any]) -> list[str]:
-    lines = [
+def request_lines(figures: Mapping[str, Any]) -> list[str]:
+    """Return what a report says besides latencies: requests, tokens, users, goodput, drafts, and what was odd."""
+    return [
         f"requests      {figures['completed']} of {figures['requests']} in {figures['seconds']:.2f} s: "
         f"{figures['requests_per_second']:.2f}/s, at most {figures['peak_in_flight']} at once",
         f"tokens        {figures['input_tokens']} in ({figures['cached_tokens']} of them cached), "
@@ -62,9 +64,7 @@ def _lines(figures: Mapping[str, Any]) -> list[str]:
         *_goodput(figures["goodput"]),
         *speculation.lines(figures["speculation"]),
         *_oddities(figures),
-        *_generator(figures["generator"]),
     ]
-    return [escape(line) for line in lines]
 
 
 def _users(found: Mapping[str, float] | None) -> list[str]:

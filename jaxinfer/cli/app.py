@@ -19,7 +19,7 @@ class Command:
     Attributes:
         summary: one line for the list.
         flags: the module with ``parse(argv)`` for its flags. It is imported first, and is light.
-        work: the module with ``run(args)``, which runs it and returns the exit code.
+        work: the module with ``run(args)``, which runs it and returns the exit code; ``args.work`` names another one.
     """
 
     summary: str
@@ -31,7 +31,7 @@ COMMANDS = {
     "serve": Command("serve a model over gRPC and HTTP", "jaxinfer.cli.serve", "jaxinfer.serve.__main__"),
     "generate": Command("generate text offline", "jaxinfer.cli.generate", "jaxinfer.terminal.complete"),
     "chat": Command("chat with a model in the terminal", "jaxinfer.cli.chat", "jaxinfer.terminal.chat"),
-    "bench": Command("benchmark a running server", "jaxinfer.bench.options", "jaxinfer.bench.__main__"),
+    "bench": Command("benchmark a server or an engine", "jaxinfer.bench.commands", "jaxinfer.bench.__main__"),
     "convert": Command("convert a model for fast loading, or quantise it", "jaxinfer.cli.convert", "jaxinfer.convert"),
     "compile": Command("compile a server's programs ahead of time", "jaxinfer.cli.compile", "jaxinfer.compile"),
     "control": Command("stats, drain, abort, flush of a server", "jaxinfer.cli.control", "jaxinfer.terminal.control"),
@@ -83,7 +83,7 @@ def _run(name: str, argv: Sequence[str] | None) -> int:
     try:
         with leaving_at_once():
             args = importlib.import_module(command.flags).parse(argv)
-            work = importlib.import_module(command.work)
+            work = importlib.import_module(getattr(args, "work", command.work))
         code: int = work.run(args)
     except SystemExit as left:  # --help, --version, and invalid flags
         code = left.code if isinstance(left.code, int) else 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxinfer.cli.parser import Parser
 
 ACTIONS = (
-    *("stats", "drain", "abort", "flush"),
+    *("stats", "drain", "abort", "flush", "start-profile", "stop-profile"),
     *("pause", "resume", "abort-all", "sleep", "wake-up", "update-weights", "weight-info"),
 )
 ARGUMENTS = {"abort": "the id of a request", "update-weights": "a folder of weights"}
@@ -27,6 +27,7 @@ _COMMON = (
     "level",
     "tags",
     "weight_version",
+    "steps",
     "timeout",
 )
 _EXAMPLES = (
@@ -36,7 +37,8 @@ _EXAMPLES = (
     "jaxinfer control update-weights run/step-100 --mode keep",
 )
 _ABOUT = """Operate a server over its control port (--control-port): stats prints statistics, drain
-rejects new requests and waits for running ones, abort ends a request, flush clears the prefix cache; pause, resume,
+rejects new requests and waits for running ones, abort ends a request, flush clears the prefix cache, start-profile and
+stop-profile write a trace of the device (--profile-dir of the server); pause, resume,
 abort-all, sleep, wake-up, update-weights and weight-info change and show a running engine. Output is JSON."""
 
 
@@ -66,6 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     action.add_argument("--weight-version", type=int, metavar="N", help=version)
     parts = "update-weights: folders with the tensors that the first one lacks"
     action.add_argument("--parts", nargs="+", default=[], metavar="PATH", help=parts)
+    action.add_argument("--steps", type=int, metavar="N", help="start-profile: steps of the profile (default: 1000)")
     args: argparse.Namespace = parser.parse_args(argv)
     if (what := ARGUMENTS.get(args.action)) is not None and args.argument is None:
         parser.error(f"{args.action} needs {what}: jaxinfer control {args.action} ...")

@@ -147,6 +147,21 @@ class Control(_Connected):
         with translated(self._explain):
             return int(self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), **self._settings(timeout)).pages)
 
+    def start_profile(self, steps: int | None = None, *, timeout: float | None = None) -> None:
+        """Start a device profile, which ends after ``steps`` of the engine (None: 1000, the most).
+
+        Raises:
+            InvalidRequest: the server has no folder for profiles, or one is running.
+        """
+        request = profile_request(steps)
+        with translated(self._explain):
+            self._stub.StartProfile(request, **self._settings(timeout))
+
+    def stop_profile(self, *, timeout: float | None = None) -> str:
+        """End the profile, unless it has ended by itself, and return the folder with the trace on the server."""
+        with translated(self._explain):
+            return str(self._stub.StopProfile(pb.StopProfileRequest(), **self._settings(timeout)).folder)
+
     def load_lora(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout: float | None = None
     ) -> Lora:
@@ -287,6 +302,17 @@ class AsyncControl(_Connected):
             answer = await self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest(), **self._settings(timeout))
         return int(answer.pages)
 
+    async def start_profile(self, steps: int | None = None, *, timeout: float | None = None) -> None:
+        """See `Control.start_profile`."""
+        request = profile_request(steps)
+        async with translated_async(self._explain):
+            await self._stub.StartProfile(request, **self._settings(timeout))
+
+    async def stop_profile(self, *, timeout: float | None = None) -> str:
+        """See `Control.stop_profile`."""
+        async with translated_async(self._explain):
+            return str((await self._stub.StopProfile(pb.StopProfileRequest(), **self._settings(timeout))).folder)
+
     async def load_lora(
         self, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout: float | None = None
     ) -> Lora:
@@ -411,6 +437,14 @@ def _mode(mode: str | None) -> Any:
     return pb.PauseMode.Value(f"PAUSE_MODE_{(mode or 'unspecified').upper()}")
 
 
+def profile_request(steps: int | None) -> pb.StartProfileRequest:
+    """Build the message. Raises ValueError: ``steps`` is no number that the message can carry."""
+    request = pb.StartProfileRequest()
+    if steps is not None:
+        set_field(request, "steps", steps)
+    return request
+
+
 def drain_request(within: float | None) -> pb.DrainRequest:
     """Build the message. Raises ValueError: ``within`` is negative or not a number of seconds."""
     request = pb.DrainRequest()
@@ -431,7 +465,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return list(value)
+        return [_plain(each) for each in value]
     return as_dict(value) if isinstance(value, Message) else value
 
 

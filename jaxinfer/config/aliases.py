@@ -21,6 +21,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tls_client_ca": ("ssl_ca_certs",),
         "log_level": ("uvicorn_log_level",),
         "otlp_endpoint": ("otlp_traces_endpoint",),
+        "profile_dir": ("profile",),
         "step_timeout": ("watchdog_timeout",),
         "coordinator_address": ("dist_init_addr",),
         "num_processes": ("nnodes",),
@@ -58,8 +59,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "input_len": ("random_input_len", "random_input", "sonnet_input_len"),
         "output_len": ("random_output_len", "random_output", "sonnet_output_len", "sharegpt_output_len"),
         "prefix_len": ("random_prefix_len", "sonnet_prefix_len"),
-        "warmup": ("num_warmups", "warmup_requests"),
-        "out": ("result_filename", "output_file"),
+        "warmup": ("num_warmups", "warmup_requests", "num_iters_warmup"),
+        "iterations": ("num_iters",),
+        "transformers_batch_size": ("hf_max_batch_size",),
+        "out": ("result_filename", "output_file", "output_json"),
     }
 )
 """Names of settings in vLLM, SGLang, llama.cpp and TensorRT-LLM by ours, those of `jaxinfer bench` last; accepted

@@ -19,6 +19,7 @@ from jaxinfer.engine.scheduling.plan import PlanRunner
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.engine.scheduling.usage import BusyTime, Usage
 from jaxinfer.engine.step_trace import StepTrace
 from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.manager import KVConfig, KVManager
@@ -124,6 +125,9 @@ class EngineCore(EngineMemory, Protocol):
     def stats(self) -> EngineStats:
         """Return statistics: current running, waiting and usage figures, and counters since the start."""
 
+    def usage(self) -> Usage:
+        """Return memory and time of the devices. From any thread."""
+
     def temporaries(self) -> int:
         """Return the bytes of device memory that the program with the largest working set uses while it runs."""
 
@@ -185,7 +189,7 @@ class EngineLoop:
         self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, **more)
         self._pending: collections.deque[Any] = collections.deque()  # launched steps that are not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
-        self._last_read = time.monotonic()
+        self._last_read, self.busy = time.monotonic(), BusyTime()
         self._new_seed = seed_source(config)
         self.pace, self.weight_version, self.shares_weights = Pace.RUNNING, 0, False
         self._settled: list[SequenceDelta] = []  # deltas of steps that `settle` has read
@@ -230,12 +234,16 @@ class EngineLoop:
         """Plan the next step and launch it; return whether there was anything to do."""
         if self.pace is Pace.PAUSED:
             return False
-        launched = self._runner.launch(self._scheduler.plan())
+        plan = self._scheduler.plan()
+        self.busy.begin()
+        launched = self._runner.launch(plan)
         if launched is not None:
             self._pending.append(launched)
-        elif not self._pending:
+            return True
+        self.busy.end()
+        if not self._pending:
             self._scheduler.rest()
-        return launched is not None
+        return False
 
     def read(self, launched: bool) -> list[SequenceDelta]:
         """Return the results of the oldest step, if due: as many steps may be in flight as there are pipeline stages,
@@ -246,6 +254,7 @@ class EngineLoop:
         now, since = time.monotonic(), self._last_read
         self._last_read = now
         if before is not None:
+            self.busy.end()
             self._scheduler.stats.step(now - since)
         if self.weight_version:
             for delta in deltas:
@@ -316,6 +325,10 @@ class EngineLoop:
     def _compilations(self) -> int:
         """Return the number of programs compiled since READY."""
         return 0
+
+    def usage(self) -> Usage:
+        """Return no devices: this engine has none."""
+        return Usage().timed(self.busy.busy, self.busy.seconds)
 
     def temporaries(self) -> int:
         return 0

@@ -17,6 +17,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.on_policy import ServedPrograms, served_programs
 from jaxinfer.engine.execution.prepare import Prepared, prepared_weights
 from jaxinfer.engine.execution.runner import Runner
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
@@ -84,6 +85,9 @@ class Engine(EngineLoop):
 
     def served_programs(self) -> ServedPrograms:
         return self._programs
+
+    def usage(self) -> Usage:
+        return self._executor.usage().timed(self.busy.busy, self.busy.seconds)
 
     def temporaries(self) -> int:
         return self._executor.temporaries()

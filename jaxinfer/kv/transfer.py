@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped, UInt8
 
 from jaxinfer.kv.pool import LayerPool
+from jaxinfer.parallel.arrays import device_bytes
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy
 
@@ -156,6 +157,12 @@ class HostPages:
     def __init__(self, host_pages: int) -> None:
         self._total = host_pages
         self._pages: dict[int, Array] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all contents, as far as this process has them. From any thread."""
+        pages = list(self._pages.values())
+        return sum(device_bytes(page) * len(page.sharding.addressable_devices) for page in pages)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop the contents of these pages before they are replaced, so that the new bytes may reuse their memory.

@@ -72,13 +72,17 @@ def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
 
 
 def device_memory(device: Any) -> int:
-    """Return the bytes that JAX may allocate on a device; 0 where it is not reported, or for a topology description
-    (`jax.experimental.topologies`)."""
+    """Return the bytes that JAX may allocate on a device; 0 where it is not reported."""
+    return memory_stats(device).get("bytes_limit", 0)
+
+
+def memory_stats(device: Any) -> Mapping[str, int]:
+    """Return the figures of JAX's allocator for a device by JAX's names, in bytes; empty where they are not reported,
+    as on a CPU, and for a topology description (`jax.experimental.topologies`)."""
     try:
-        stats = device.memory_stats() or {}
+        return device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:
-        return 0
-    return int(stats.get("bytes_limit", 0))
+        return {}
 
 
 def device_bytes(tree: Any) -> int:

@@ -26,7 +26,7 @@ BEAT_SECONDS = 0.5
 TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _STRANGERS = 16  # concurrent handshakes
-_NOTE = "note"
+_NOTE, _REPORT = "note", "report"
 
 _log = logging.getLogger("jaxinfer.parallel.group")
 
@@ -75,6 +75,7 @@ class _Peer:
         calls: calls sent to it.
         called, done: how many of these calls have returned there, and how many have their results there.
         notes: notes from it, see `Group.note`.
+        report: its latest report, see `Group.report`; empty: it has sent none.
         lost: reason why the connection is over.
     """
 
@@ -82,6 +83,7 @@ class _Peer:
         self.number, self.channel = number, channel
         self.heard = self.calls = self.called = self.done = 0
         self.lost: str | None = None
+        self.report: Mapping[str, Any] = {}
         self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.notes: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         _thread(self._read, f"jaxinfer-from-{number}")
@@ -95,6 +97,8 @@ class _Peer:
                     self.called, self.done = int(frame.values["called"]), int(frame.values["done"])
                 elif frame.kind == _NOTE:
                     self.notes.put(frame.values)
+                elif frame.kind == _REPORT:
+                    self.report = frame.values
                 else:
                     self.inbox.put(frame)
                 self.heard += 1
@@ -128,6 +132,10 @@ class Group:
     @property
     def leads(self) -> bool:
         return self.membership.process_id == 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended.locked()
 
     # ---- before the first call
 
@@ -207,6 +215,16 @@ class Group:
     def notes(self) -> dict[int, Mapping[str, Any]]:
         """Wait for the next note of each process that sends any to this one; return them by process."""
         return {peer.number: peer.notes.get() for peer in self._peers}
+
+    # ---- reports
+
+    def report(self, values: Mapping[str, Any]) -> None:
+        """Send plain values (JSON) to process 0, which keeps the latest; from any thread."""
+        self._broadcast(Frame(_REPORT, values))
+
+    def reports(self) -> list[Mapping[str, Any]]:
+        """Return the latest report of each other process that has sent any. From any thread."""
+        return [peer.report for peer in self._peers if peer.report]
 
     # ---- watching
 

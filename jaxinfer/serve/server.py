@@ -98,6 +98,7 @@ class Server:
             operated=config.api_keys is not None or is_loopback(config.host),
             stream_ping_seconds=config.stream_ping_seconds,
             operations=self.operations,
+            profiler=None if config.profile_dir is None else self,
         )
         self._grpc = GrpcServers(
             config,
@@ -201,8 +202,8 @@ class Server:
     def watch_startup(self) -> AsyncIterator[StartupEvent]:
         return self._supervisor.watch_startup()
 
-    async def start_profile(self) -> None:
-        await self._supervisor.start_profile()
+    async def start_profile(self, steps: int) -> None:
+        await self._supervisor.start_profile(steps)
 
     async def stop_profile(self) -> str:
         return await self._supervisor.stop_profile()

@@ -251,7 +251,7 @@ class LogConfig:
         log_level: "debug", "info", "warning" or "error".
         log_requests: log a line for each ended request: id, key, tokens, times, finish reason; never its text.
         otlp_endpoint: collector of OpenTelemetry traces (default: no traces).
-        profile_dir: folder for the profiles of StartProfile (default: profiling is rejected).
+        profile_dir: folder for the profiles that operators start (default: profiling is rejected).
     """
 
     log_format: str = "text"

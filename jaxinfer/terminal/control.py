@@ -35,6 +35,11 @@ def _answer(control: Control, args: argparse.Namespace) -> dict[str, Any]:
             return {}
         case "flush":
             return {"pages": control.flush_prefix_cache()}
+        case "start-profile":
+            control.start_profile(args.steps)
+            return {}
+        case "stop-profile":
+            return {"folder": control.stop_profile()}
         case "abort-all":
             return {"aborted": control.abort_all()}
         case _:

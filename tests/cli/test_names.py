@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.bench import options as bench
+from jaxinfer.bench import commands as bench
+from jaxinfer.bench import options
 from jaxinfer.bench.datasets import Lengths
 from jaxinfer.cli import chat, compile, generate, serve
 from jaxinfer.config.aliases import ALIASES, ALWAYS, HINTS, SWITCHES
@@ -22,8 +23,8 @@ PARSERS = {
     "llama-cli": generate,
     "vllm chat": chat,
     "trtllm-build": compile,
-    "vllm bench serve": bench,
-    "python -m sglang.bench_serving": bench,
+    "vllm bench": bench,
+    "python -m sglang.bench_serving": options,
 }
 SPECULATIVE = '{"method": "eagle3", "model": "a/heads", "num_speculative_tokens": 3}'
 LOOKUP = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
@@ -190,6 +191,29 @@ RUN: dict[str, dict[str, Any]] = {
     "vllm bench serve --port 1 --goodput ttft:200 tpot:50 --burstiness 0.5 --ignore-eos": {"burstiness": 0.5},
     "vllm bench serve --port 1 --dataset-name sonnet --dataset-path s.txt --sonnet-input-len 9 --sonnet-output-len 8 "
     "--sonnet-prefix-len 4": {"dataset": "sonnet", "input_len": Lengths(9, 9), "prefix_len": 4},
+    "vllm bench latency --model a/b --input-len 32 --output-len 8 --batch-size 4": {
+        "requests": 4,
+        "command": "latency",
+    },
+    "vllm bench latency --model a/b --num-iters-warmup 2 --num-iters 3 --output-json l.json --n 1": {
+        "warmup": 2,
+        "iterations": 3,
+        "out": pathlib.Path("l.json"),
+    },
+    "vllm bench latency --model a/b --dtype half --enforce-eager -tp 2 --trust-remote-code": {
+        "tensor_parallel_size": 2
+    },
+    "vllm bench throughput --model a/b --dataset-name sonnet --dataset-path s.txt --num-prompts 9": {"requests": 9},
+    "vllm bench throughput --model a/b --backend vllm --input-len 10 --async-engine": {"backends": ["jaxinfer"]},
+    "vllm bench throughput --model a/b --backend hf --hf-max-batch-size 4 --tokenizer a/b": {
+        "backends": ["jaxinfer", "transformers"],
+        "transformers_batch_size": 4,
+    },
+    "vllm bench throughput --model a/b --random-range-ratio 0.5 --random-input-len 100 --max-num-seqs 4": {
+        "input_len": Lengths(50, 150)
+    },
+    "vllm bench throughput --model a/b --prefix-len 8 --seed 3": {"dataset": "shared-prefix", "seed": 3},
+    "vllm serve a/b --profile traces": {"profile_dir": "traces"},
     "python -m sglang.bench_serving --backend sglang --num-prompts 10 --port 30000": {"num_requests": 10},
     "python -m sglang.bench_serving --url http://h:1 --num-prompt 10 --warmup-requests 1": {"warmup": 1},
     "python -m sglang.bench_serving --port 1 --random-input 8 --random-output 8 --output-file o.jsonl": {
@@ -231,6 +255,11 @@ ANSWERED = {
     "vllm bench serve --port 1 --base-url http://h:2": "--port",
     "vllm bench serve --port 1 --request-rate 4 --max-concurrency 2": "--concurrency",
     "vllm bench serve --port 1 --random-range-ratio 1": "--random-range-ratio",
+    "vllm bench latency --model a/b --n 2": "more requests",
+    "vllm bench latency --model a/b --use-beam-search": "beam",
+    "vllm bench latency --model a/b --disable-detokenize": "text",
+    "vllm bench throughput --model a/b --backend mii": "transformers",
+    "vllm bench throughput --model a/b --num-iter 3": "--num-iters",
 }
 
 
@@ -266,7 +295,8 @@ def test_the_line_is_answered(line, capsys):
 
 def test_all_names_of_options_of_benchmarks_are_typed():
     lines = "\n".join([*RUN, *ANSWERED])
-    ours = {action.dest for action in bench.make_parser()._actions} & ALIASES.keys() - {"model"}
+    ours = {action.dest for action in options.make_parser()._actions} & ALIASES.keys() - {"model"}
+    ours |= {"iterations", "transformers_batch_size", "out"}
     names = [name for each in ours for name in ALIASES[each] if name != "p"]
     assert [name for name in names if f"--{name.replace('_', '-')} " not in lines] == []
 

@@ -86,8 +86,35 @@ def test_the_command_prints_json(server: Served, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["state"] == "ready"
     assert main(["control", "flush", "--target", target(server)]) == 0
     assert json.loads(capsys.readouterr().out) == {"pages": 0}
+    for action in ("start-profile", "stop-profile"):  # the server has no folder for them
+        assert main(["control", action, "--target", target(server)]) == 2
+        assert "profile_dir" in capsys.readouterr().err
     assert main(["control", "stats", "--target", "localhost:1", "--timeout", "5"]) == 2
     assert main(["control", "stats", "--api-key-file", "/no/such"]) == 2
+
+
+def test_profiles_of_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(profile_dir="traces") as run, c.Control(target(run), timeout=20) as control:
+        profiles = run.run.supervisor.profiles
+        control.start_profile(3)
+        assert control.stop_profile() == "profiles/1"
+        assert profiles == ["start 3", "stop"]
+        with pytest.raises(c.InvalidRequest, match="steps"):
+            control.start_profile(0)
+        with pytest.raises(ValueError, match="steps"):
+            control.start_profile(2**31)
+        assert main(["control", "start-profile", "--steps", "4", "--target", target(run)]) == 0
+        capsys.readouterr()
+        assert main(["control", "stop-profile", "--target", target(run)]) == 0
+        assert json.loads(capsys.readouterr().out) == {"folder": "profiles/1"}
+
+        async def story() -> None:
+            async with c.AsyncControl(target(run), timeout=20) as other:
+                await other.start_profile()
+                assert await other.stop_profile() == "profiles/1"
+
+        asyncio.run(story())
+        assert profiles[2:] == ["start 4", "stop", "start 1000", "stop"]
 
 
 def test_the_same_for_asyncio(server: Served) -> None:

@@ -27,6 +27,7 @@ AXES: dict[str, dict[str, Values]] = {
     "door": {"service": {}, "route": ROUTE, "picker": PICKER, "envoy": ENVOY, "tls": SEEN_BY_TLS},
 }
 OTHERS: dict[str, Values] = {
+    **{f"{kind}, busy": {"autoscaling": {"kind": kind, "busy": 95}} for kind in ("hpa", "keda")},
     "seen": SEEN,
     "keys": ENTRIES,
     "insecure": {"apiKeys": {"secret": ""}, "config": {"insecure": True}},

@@ -143,6 +143,7 @@ REFUSED: list[tuple[Values, str]] = [
     ({"autoscaling": {"kind": "vpa"}}, "autoscaling/kind"),
     ({"autoscaling": {"kind": "hpa", "minReplicas": 9}}, "autoscaling.minReplicas"),
     ({"autoscaling": {"metric": "rate(x)"}}, "autoscaling/metric"),
+    ({"autoscaling": {"busy": 101}}, "autoscaling/busy"),
     ({"extraEnv": [{"value": "x"}]}, "extraEnv"),
 ]
 
@@ -285,6 +286,17 @@ def test_the_queue_that_scales_is_a_figure_of_the_server(repo: pathlib.Path) -> 
     assert f"`{metric.removeprefix('jaxinfer:')}` | gauge" in (repo / "docs/metrics.md").read_text()
     query = Rendered({"autoscaling": {"kind": "keda"}}).one("ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
     assert query == f'sum({metric}{{namespace="llm",pod=~"prod-jaxinfer-.*"}})'
+
+
+def test_busy_devices_scale_by_a_figure_of_the_server(repo: pathlib.Path) -> None:
+    assert "`device_busy_seconds{process,device}` | counter" in (repo / "docs/metrics.md").read_text()
+    keda = Rendered({"autoscaling": {"kind": "keda", "busy": 95}}).one("ScaledObject")["spec"]["triggers"]
+    assert [trigger["metadata"]["threshold"] for trigger in keda] == ["8", "95"]
+    samples = 'rate(jaxinfer:device_busy_seconds_total{namespace="llm",pod=~"prod-jaxinfer-.*"}[2m])'
+    assert keda[1]["metadata"]["query"] == f"100 * sum(avg by (pod) ({samples}))"
+    hpa = Rendered({"autoscaling": {"kind": "hpa", "busy": 95}}).one("HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert [each["pods"]["target"]["averageValue"] for each in hpa] == ["8", "95"]
+    assert f'as: "{hpa[1]["pods"]["metric"]["name"]}"' in (repo / "docs/kubernetes.md").read_text()
 
 
 def test_the_routed_paths_are_paths_of_the_server(repo: pathlib.Path) -> None:

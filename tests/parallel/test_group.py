@@ -147,6 +147,19 @@ def test_they_agree_on_the_least():
         assert found == [17, 17, 17]
 
 
+def test_the_latest_report_of_each_is_kept():
+    with group_of(3) as (members, _):
+        assert members[0].reports() == []
+        for value in range(3):
+            members[2].report({"value": value})
+        members[1].report({"value": 7})
+        for _ in range(int(SOON / 0.01)):
+            if members[0].reports() == [{"value": 7}, {"value": 2}]:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError(members[0].reports())
+
+
 def test_the_first_waits_until_all_have_compiled():
     with group_of() as (members, _):
         waiting = threading.Thread(target=members[0].ready)

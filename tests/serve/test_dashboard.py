@@ -235,7 +235,7 @@ def test_variables_are_defined_and_used(board: dict[str, Any], samples: dict[str
 
 
 def test_panels_are_whole(board: dict[str, Any]) -> None:
-    units = {"none", "s", "percentunit", "bytes", "reqps", "ops", "short"}
+    units = {"none", "s", "percentunit", "bytes", "reqps", "ops", "short", "watt", "celsius"}
     for panel in board["panels"]:
         if panel["type"] == "row":
             assert panel["panels"] == []

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grpc
 import jax
@@ -170,6 +171,22 @@ def compiled_since_ready(server: ServerProcess) -> int:
         return ControlStub(channel).GetStats(control.GetStatsRequest()).compilations
 
 
+def check_devices(pair: Pair) -> None:
+    """Check that process 0 reports the memory of all devices, of which each has its share."""
+
+    def devices() -> list[dict[str, Any]]:
+        with c.Control(f"127.0.0.1:{pair.first.control_port}", timeout=BOUND) as operator:
+            found: list[dict[str, Any]] = operator.stats()["devices"]
+        return found
+
+    wait_until(lambda: len(devices()) == 4)
+    found = devices()
+    assert [each["process"] for each in found] == [0, 0, 1, 1]
+    assert len({each["device"] for each in found}) == 4
+    for name in ("weights", "kv_cache", "busy_seconds"):
+        assert len({each.get(name, each["parts"].get(name)) for each in found}) == 1, name
+
+
 # ---- the fast tier: two processes of two devices
 
 
@@ -186,6 +203,7 @@ def test_two_processes_serve_and_come_back(tmp_path):
         assert asyncio.run(ask_all(pair.first)) == want
         assert {status for _, status in want} == {"OK"}
         assert compiled_since_ready(pair.first) == 0
+        check_devices(pair)
         check_fault(pair, want, lambda: os.kill(pair.core(1), signal.SIGKILL))
         check_ends(pair)
 

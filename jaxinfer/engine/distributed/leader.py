@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -20,6 +21,7 @@ from jaxinfer.engine.execution.commands import COMMANDS, Command, Decode, Decode
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import Prepared, prepared_weights
+from jaxinfer.engine.scheduling.usage import Usage, joined, usage_of
 from jaxinfer.models.model import Model
 from jaxinfer.parallel import messages
 from jaxinfer.parallel.frames import ChannelError, Frame
@@ -27,6 +29,9 @@ from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import stages
 from jaxinfer.parallel.processes import processes_of
 from jaxinfer.sampling import Sampled
+
+REPORT_SECONDS = 5.0
+"""Seconds between two reports of a process's memory."""
 
 
 class Answers:
@@ -168,6 +173,11 @@ class LeaderExecutor(Executor):
     def wait(self) -> None:
         self.local.wait()
 
+    def usage(self) -> Usage:
+        """Return the memory of this process's devices, and what `report_usage` of the others has sent last."""
+        others = (report.get(str(self._replica)) for report in self._group.reports())
+        return joined([self.local.usage(), *(usage_of(each) for each in others if each is not None)])
+
     def temporaries(self) -> int:
         return self.local.temporaries()
 
@@ -220,6 +230,14 @@ class FollowerMemory(EngineMemory):
     def wake(self) -> None:
         for executor in self._executors:
             executor.wake()
+
+
+def report_usage(executors: Mapping[int, LocalExecutor], group: Group, seconds: float = REPORT_SECONDS) -> None:
+    """Report the memory of this process's devices to process 0, by replica, until the group is over."""
+    while not group.is_over:
+        usages = {str(replica): dataclasses.asdict(executor.usage()) for replica, executor in executors.items()}
+        group.report(usages)
+        time.sleep(seconds)
 
 
 Change = Callable[..., None]

@@ -32,16 +32,18 @@ from jaxinfer.engine.execution.commands import (
 )
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.encoder import text_part
+from jaxinfer.engine.execution.memory import Kept, measure
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params, put_part, targets_of
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, returns_experts
 from jaxinfer.engine.execution.step import StepState, pack
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, HostPages, moved_pages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.arrays import overlaid, placed_like, zeros
 from jaxinfer.parallel.dp_attention import joined, of_ranks, rank_sharding
-from jaxinfer.parallel.processes import on_host
+from jaxinfer.parallel.processes import on_host, own_devices
 from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import Extras, HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
 from jaxinfer.sampling.training import WIDTH as ASKS
@@ -151,6 +153,9 @@ class RankExecutor(Executor):
     def wake(self) -> None:
         self._all.wake()
 
+    def usage(self) -> Usage:
+        return self._all.usage()
+
     def temporaries(self) -> int:
         return self._all.programs.temporaries()
 
@@ -259,6 +264,13 @@ class Lockstep:
         """Wait until all pending commands have run."""
         self.run()
         jax.block_until_ready((self.pools, self.last_tokens))
+
+    def usage(self) -> Usage:
+        """See `Executor.usage`."""
+        slots = self._slots, self.last_tokens, self.sampler, self.asks
+        kept = Kept(own_devices(self.mesh), (self.params, self._tower), self.pools, self.banks, self.images, slots)
+        pages = sum(rank.host.nbytes for rank in self.ranks)
+        return measure([kept._replace(temporaries=self.programs.temporaries(), host_pages=pages)])
 
     # ---- new weights, and memory that is given back
 

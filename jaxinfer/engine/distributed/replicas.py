@@ -14,6 +14,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.on_policy import ServedPrograms
 from jaxinfer.engine.scheduling.queues import Queued, require_capacity
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
+from jaxinfer.engine.scheduling.usage import Usage, joined
 from jaxinfer.kv.journal import Journal
 from jaxinfer.models.model import Model
 from jaxinfer.sampling import SamplingLimits
@@ -46,6 +47,9 @@ class Replicas:
         )
         self._owners: dict[str, tuple[Engine, set[int]]] = {}  # engine and unfinished samples of each request
         self._new_seed = seed_source(self.config)
+        if lockstep is not None:  # devices are busy while any rank has a step
+            for engine in engines:
+                engine.busy = engines[0].busy
         self._compiled = compilations_during(self)
 
     @property
@@ -103,6 +107,9 @@ class Replicas:
     def stats(self) -> EngineStats:
         """Sum the statistics of all replicas."""
         return merged([engine.stats() for engine in self._engines], self._compiled.count)
+
+    def usage(self) -> Usage:
+        return joined([engine.usage() for engine in self._devices])
 
     def temporaries(self) -> int:
         return max(engine.temporaries() for engine in self._engines)

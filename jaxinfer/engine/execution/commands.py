@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt8
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.models.model import Model
 from jaxinfer.sampling import Logprobs, Sampled
 
@@ -337,6 +338,10 @@ class Executor(Protocol):
 
     def wait(self) -> None:
         """Wait until all launched commands have run."""
+
+    def usage(self) -> Usage:
+        """Return the memory of the devices. From any thread."""
+        return Usage()
 
     def temporaries(self) -> int:
         """Return the bytes that the program with the largest working set uses on a device while it runs."""

@@ -6,7 +6,8 @@ With several processes, each has the stages of which it has devices, and runs on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -28,6 +29,7 @@ from jaxinfer.engine.execution.commands import (
 )
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.encoder import abstract_cache, text_part
+from jaxinfer.engine.execution.memory import Kept, measure
 from jaxinfer.engine.execution.placement import (
     StageArrays,
     abstract_banks,
@@ -43,6 +45,7 @@ from jaxinfer.engine.execution.placement import (
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.kv.transfer import HostPages, slot_bytes
 from jaxinfer.models.model import Model
@@ -104,6 +107,16 @@ class StageRuntime:
         return next(
             (jax.tree_util.keystr(path, simple=True, separator=".") for path, x in leaves if x.is_deleted()), None
         )
+
+    def kept(self, slots: Any = None, shared: Collection[str] = ()) -> Kept:
+        """Return the arrays of this stage. ``slots``: those of its slots; ``shared``: parameters of another stage."""
+        params = {name: node for name, node in self.params.items() if name not in shared}
+        weights, devices = (params, self.tower), own_devices(self.mesh)
+        return Kept(devices, weights, self.pools, self.banks, self.images, slots, self._temporaries, self.host.nbytes)
+
+    @functools.cached_property
+    def _temporaries(self) -> int:
+        return self.run.temporaries()
 
     def sleep(self, *, cache: bool, weights: bool) -> None:
         """Drop pools, host pages and encoder cache, or weights: their shapes stay."""
@@ -512,6 +525,17 @@ class LocalExecutor:
     def wait(self) -> None:
         pools = [runtime.pools for runtime in (*self.runtimes, *self.drafting)]
         jax.block_until_ready([*pools, *(microbatch.last_tokens for microbatch in self.microbatches)])
+
+    def usage(self) -> Usage:
+        """See `Executor.usage`."""
+        slots = [vars(microbatch) for microbatch in self.microbatches], self._open_masks, self._no_asks
+        kept = [runtime.kept() for runtime in self.runtimes]
+        if self.microbatches:
+            kept[-1] = self.runtimes[-1].kept(slots)
+        for runtime in self.drafting:
+            shares, theirs = dict(getattr(runtime.stage.model.config, "shares", ())), self.runtimes[-1].params
+            kept.append(runtime.kept(shared=[own for own, name in shares.items() if name in theirs]))
+        return measure(kept)
 
     def temporaries(self) -> int:
         return max((runtime.run.temporaries() for runtime in (*self.runtimes, *self.drafting)), default=0)

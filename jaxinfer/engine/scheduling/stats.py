@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage, merged_usage
 from jaxinfer.types import FinishReason, Request
@@ -121,6 +122,7 @@ class EngineStats:
         kv: page usage, None where the caller gave none.
         loras: adapters, None where none are served.
         weights: their version, pauses and sleep; None where no server serves the engine.
+        usage: memory and time of the devices; None where no server serves the engine (`EngineCore.usage`).
         compilations: programs compiled since the engine was ready; anything but 0 is a bug.
         prompt_tokens: tokens of the prompts that were given a slot, once per request.
         generated_tokens: all returned tokens.
@@ -142,6 +144,7 @@ class EngineStats:
     kv: KVUsage | None = None
     loras: LoRAUsage | None = None
     weights: WeightStats | None = None
+    usage: Usage | None = None
     compilations: int = 0
     prompt_tokens: int
     generated_tokens: int

@@ -37,7 +37,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts", "drafts", "draft_accepted_at", "lora_usage", "weights")
+    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts", "drafts", "draft_accepted_at", "lora_usage", "weights", "devices", "hosts", "seconds")
     class WaitingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,9 @@ class Stats(_message.Message):
     DRAFT_ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
     LORA_USAGE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     state: str
     running: int
     waiting: _containers.ScalarMap[str, int]
@@ -104,7 +107,68 @@ class Stats(_message.Message):
     draft_accepted_at: _containers.RepeatedScalarFieldContainer[int]
     lora_usage: LoraUsage
     weights: WeightStats
-    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., lora_usage: _Optional[_Union[LoraUsage, _Mapping]] = ..., weights: _Optional[_Union[WeightStats, _Mapping]] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceUsage]
+    hosts: _containers.RepeatedCompositeFieldContainer[HostUsage]
+    seconds: float
+    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., lora_usage: _Optional[_Union[LoraUsage, _Mapping]] = ..., weights: _Optional[_Union[WeightStats, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[DeviceUsage, _Mapping]]] = ..., hosts: _Optional[_Iterable[_Union[HostUsage, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class DeviceUsage(_message.Message):
+    __slots__ = ("process", "device", "kind", "parts", "in_use", "peak", "limit", "busy_seconds", "driver")
+    class PartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
+    PEAK_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    process: int
+    device: int
+    kind: str
+    parts: _containers.ScalarMap[str, int]
+    in_use: int
+    peak: int
+    limit: int
+    busy_seconds: float
+    driver: DriverFigures
+    def __init__(self, process: _Optional[int] = ..., device: _Optional[int] = ..., kind: _Optional[str] = ..., parts: _Optional[_Mapping[str, int]] = ..., in_use: _Optional[int] = ..., peak: _Optional[int] = ..., limit: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., driver: _Optional[_Union[DriverFigures, _Mapping]] = ...) -> None: ...
+
+class DriverFigures(_message.Message):
+    __slots__ = ("utilization", "memory_used", "memory_total", "watts", "celsius")
+    UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    WATTS_FIELD_NUMBER: _ClassVar[int]
+    CELSIUS_FIELD_NUMBER: _ClassVar[int]
+    utilization: float
+    memory_used: int
+    memory_total: int
+    watts: float
+    celsius: float
+    def __init__(self, utilization: _Optional[float] = ..., memory_used: _Optional[int] = ..., memory_total: _Optional[int] = ..., watts: _Optional[float] = ..., celsius: _Optional[float] = ...) -> None: ...
+
+class HostUsage(_message.Message):
+    __slots__ = ("process", "parts")
+    class PartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    process: int
+    parts: _containers.ScalarMap[str, int]
+    def __init__(self, process: _Optional[int] = ..., parts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WeightStats(_message.Message):
     __slots__ = ("weight_version", "is_paused", "asleep", "updates", "update_seconds")
@@ -211,8 +275,10 @@ class FlushPrefixCacheResponse(_message.Message):
     def __init__(self, pages: _Optional[int] = ...) -> None: ...
 
 class StartProfileRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    def __init__(self, steps: _Optional[int] = ...) -> None: ...
 
 class StartProfileResponse(_message.Message):
     __slots__ = ()

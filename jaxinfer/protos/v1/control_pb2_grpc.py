@@ -158,7 +158,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """A trace of the device for TensorBoard or Perfetto, in the folder that the server was started with.
+        """A trace of the device for TensorBoard or Perfetto, in the folder that the server was started with. It ends after a
+        number of steps, or before by StopProfile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

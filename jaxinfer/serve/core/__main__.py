@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
-from jaxinfer.engine.distributed.leader import FollowerMemory, follow
+from jaxinfer.engine.distributed.leader import FollowerMemory, follow, report_usage
 from jaxinfer.group_weights import FollowingWeights, LeadingWeights
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
@@ -28,6 +28,8 @@ from jaxinfer.serve.core.summary import summary
 from jaxinfer.served import ServedModel, without_weights
 from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.weights.open import open_model_files
+
+_MOST_TRACE_BYTES = 4 << 30
 
 _log = logging.getLogger("jaxinfer.serve.core")
 
@@ -113,7 +115,12 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
     served = ServedModel(model, FollowerMemory(executors, config), check_finite=settings.check_finite)
     read = functools.partial(read_weights, without_weights(model), config, settings)
     weights = FollowingWeights(served, group, read, settings.weights_root)
-    run_follower(group, engine=lambda: follow(executors, group, weights.changes), weights=weights.listen)
+    run_follower(
+        group,
+        engine=lambda: follow(executors, group, weights.changes),
+        weights=weights.listen,
+        usage=lambda: report_usage(executors, group),
+    )
     return Built(None, describe(model, config, settings, folder), str(folder))
 
 
@@ -143,13 +150,21 @@ def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folde
 
 
 class JaxProfiler:
-    """A profiler that writes traces for TensorBoard and Perfetto below a folder."""
+    """A profiler that writes traces for TensorBoard and Perfetto below a folder, until that has ``max_bytes``.
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder = folder
+    A trace has programs and kernels, and no Python functions: these are many in a step, and would slow it down.
+    """
+
+    def __init__(self, folder: pathlib.Path, max_bytes: int = _MOST_TRACE_BYTES) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
 
     def start(self) -> None:
-        jax.profiler.start_trace(str(self._folder))
+        size = sum(path.stat().st_size for path in self._folder.rglob("*") if path.is_file())
+        if size >= self._max_bytes:
+            raise RuntimeError(f"the folder of profiles has {size} bytes, and may have {self._max_bytes}: clear it")
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(self._folder), profiler_options=options)
 
     def stop(self) -> str:
         jax.profiler.stop_trace()

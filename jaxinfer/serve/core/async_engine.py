@@ -203,8 +203,9 @@ class AsyncEngine:
     # ---- queries
 
     async def stats(self) -> EngineStats:
-        """Return engine statistics, taken between two steps."""
-        return await self._ask(self._stats)
+        """Return engine statistics, taken between two steps; those of devices meanwhile, by another thread."""
+        stats = await self._ask(self._stats)
+        return dataclasses.replace(stats, usage=await asyncio.to_thread(self._engine.usage))
 
     def stats_now(self, timeout: float | None = None) -> EngineStats:
         """Return `stats` to a thread without an event loop; TimeoutError if no step ends within ``timeout`` seconds."""
@@ -367,6 +368,11 @@ class AsyncEngine:
         if self._engine.loras is None:
             raise LoRAError("this engine serves no adapters: it needs enable_lora")
         return self._engine.loras
+
+    @property
+    def steps(self) -> int:
+        """Steps so far. From any thread."""
+        return self._steps
 
     def pulse(self) -> Pulse:
         """Return the liveness of the engine thread. Callable from any thread; does not wait."""

@@ -198,9 +198,14 @@ class CoreLink:
         """Check that all slots and pages are accounted for; a leak is a fault that ends the engine."""
         await self._ask(messages.Ask(next(self._numbers), "check"))
 
-    async def start_profile(self) -> None:
-        """Start a profile. Raises `RefusedError` if there is no folder for traces, or a profile is running."""
-        await self._ask(messages.Ask(next(self._numbers), "start_profile"))
+    async def start_profile(self, steps: int) -> None:
+        """Start a profile of so many steps. Raises `RefusedError` if there is no folder for traces, or a profile is
+        running."""
+        await self._ask(messages.StartProfile(next(self._numbers), steps))
+
+    async def wait_profile(self) -> None:
+        """Wait until no profile is running."""
+        await self._ask(messages.Ask(next(self._numbers), "wait_profile"))
 
     async def stop_profile(self) -> str:
         """Stop the profile and return the folder with the trace.
@@ -211,7 +216,7 @@ class CoreLink:
         folder: str = await self._ask(messages.Ask(next(self._numbers), "stop_profile"))
         return folder
 
-    async def _ask(self, message: messages.Submit | messages.Ask | messages.LoadLora | messages.Operate) -> Any:
+    async def _ask(self, message: messages.Numbered) -> Any:
         self._check()
         self._answers[message.number] = answer = asyncio.get_running_loop().create_future()
         self._send(message)

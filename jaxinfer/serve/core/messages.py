@@ -75,7 +75,14 @@ class Ask(Message):
     """A question, answered by `Answer` or `Refused` with the same number."""
 
     number: int
-    question: Literal["stats", "reset_prefix_cache", "start_profile", "stop_profile", "check"]
+    question: Literal["stats", "reset_prefix_cache", "stop_profile", "wait_profile", "check"]
+
+
+class StartProfile(Message):
+    """Starts a profile of so many steps. Answered like `Ask`; "wait_profile" is answered when it has ended."""
+
+    number: int
+    steps: int
 
 
 class LoadLora(Message):
@@ -251,7 +258,9 @@ class KvEvents(Message):
         return sum(len(run.tokens) for run in self.stored) + sum(map(len, hashes))
 
 
-ToCore = Submit | Abort | Leave | Ask | LoadLora | UnloadLora | ReleaseLora | Operate | Stop
+ToCore = Submit | Abort | Leave | Ask | StartProfile | LoadLora | UnloadLora | ReleaseLora | Operate | Stop
+Numbered = Submit | Ask | StartProfile | LoadLora | Operate
+"""Messages with an answer."""
 Lifecycle = StartupEvent | Ready | Failed | Fault | Pulse | KvEvents
 """Messages that concern no single request or question."""
 FromCore = Accepted | Refused | Answer | Operated | Deltas | Part | Lifecycle

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grpc
 
@@ -30,6 +30,7 @@ from jaxinfer.serve.core.operate import ReadWeights, operate
 from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.serve.core.pauses import Weights
+from jaxinfer.serve.core.profiling import Profiler, Profiling
 from jaxinfer.types import Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
@@ -44,17 +45,6 @@ OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 _log = logging.getLogger("jaxinfer.serve.core")
 
 Report = Callable[[messages.StartupEvent], None]
-
-
-@runtime_checkable
-class Profiler(Protocol):
-    """A device profiler. Both methods raise RuntimeError, with one sentence, if profiling is not possible now."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> str:
-        """Stop the profile and return the folder with the trace."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +114,7 @@ class _Core:
         self._sending: dict[int, asyncio.Task[None]] = {}  # senders of large deltas, by stream number
         self._engine: AsyncEngine | None = None
         self._built: Built | None = None
+        self._profiling: Profiling | None = None
         self._taken = False
         self._left = loop.create_future()  # set when the front end requests the end, or is gone
         self._ended = loop.create_future()  # set when the stream is over
@@ -171,6 +162,8 @@ class _Core:
             built.engine, lambda closed: self._from_thread(_settle, ended, closed), tell, built.weights
         )
         self._engine, self._built = engine, built
+        if built.profiler is not None:
+            self._profiling = Profiling(built.profiler, lambda: engine.steps)
         engine.start()
         gc.collect()
         gc.freeze()  # existing objects stay: collections skip them from now on
@@ -239,6 +232,8 @@ class _Core:
                 self._leave(message.number)
             case messages.Ask():
                 self._spawn(self._answer(message.number, self._answer_to(message.question)))
+            case messages.StartProfile():
+                self._spawn(self._answer(message.number, self._start_profile(message.steps)))
             case messages.LoadLora():
                 self._spawn(self._answer(message.number, self._load_lora(message)))
             case messages.Operate():
@@ -309,10 +304,18 @@ class _Core:
             case "check":
                 await engine.check()
                 return None
-        profiler = None if self._built is None else self._built.profiler
-        if profiler is None:
+            case "stop_profile":
+                return await self._profiles().stop()
+        await self._profiles().wait()
+        return None
+
+    async def _start_profile(self, steps: int) -> None:
+        await self._profiles().start(steps)
+
+    def _profiles(self) -> Profiling:
+        if self._profiling is None:
             raise RuntimeError("profiling is off: the server was started without profile_dir")
-        return await asyncio.to_thread(profiler.start if question == "start_profile" else profiler.stop)
+        return self._profiling
 
     async def _operate(self, operation: AnyOperation) -> WeightState:
         read = None if self._built is None else self._built.read_weights

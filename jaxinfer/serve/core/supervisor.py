@@ -23,6 +23,7 @@ from jaxinfer.serve.core.child import Child
 from jaxinfer.serve.core.link import CoreLink, RefusedError
 from jaxinfer.serve.core.messages import Failed, Fault, KvEvents, Lifecycle, Pulse, Ready, StartupEvent
 from jaxinfer.serve.core.operations import AnyOperation, WeightState
+from jaxinfer.serve.core.profiling import MAX_STEPS
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.types import LoRARef, Request
 
@@ -136,6 +137,7 @@ class Supervisor:
         self._p99 = 0.0  # of the steps of this core or an earlier one, whichever is more
         self._doubt = 0.0
         self._long_calls = 0  # calls in flight that may block a core for long
+        self._profile: asyncio.Task[None] | None = None  # waits for the end of the last profile
 
     # ---- state
 
@@ -206,10 +208,17 @@ class Supervisor:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def start_profile(self) -> None:
-        """Start a profile. Raises `ServeError` if no trace folder is set, a profile runs, or no core is READY."""
+    async def start_profile(self, steps: int = MAX_STEPS) -> None:
+        """Start a profile, which ends after so many steps. Raises `ServeError` if no trace folder is set, a profile
+        runs, or no core is READY."""
         with self._during_long_call():
-            await _answered(lambda: self._link().start_profile())
+            await _answered(lambda: self._link().start_profile(steps))
+        self._profile = asyncio.create_task(self._during_profile())
+
+    async def _during_profile(self) -> None:
+        """Take no step for a hang that is long because the end of a profile writes its trace."""
+        with self._during_long_call(), contextlib.suppress(EngineDeadError, RefusedError):
+            await self._link().wait_profile()
 
     async def stop_profile(self) -> str:
         """Stop the profile and return the folder with the trace.

@@ -8,11 +8,13 @@ from typing import Protocol, override, runtime_checkable
 
 from jaxinfer.engine.core import PauseMode
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.engine.scheduling.usage import Usage
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
 from jaxinfer.serve.api.errors import Kind, ServeError, invalid, rename_fields
 from jaxinfer.serve.core import operations
 from jaxinfer.serve.core.operations import WeightState
+from jaxinfer.serve.core.profiling import checked_steps
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.loras import NameInUseError, required
 from jaxinfer.serve.frontend.operations import Operations
@@ -56,7 +58,7 @@ class Engine(Protocol):
         """Yield startup progress from now on, until READY or FAILED."""
         ...
 
-    async def start_profile(self) -> None: ...
+    async def start_profile(self, steps: int) -> None: ...
 
     async def stop_profile(self) -> str:
         """Stop profiling and return the folder of the trace."""
@@ -132,7 +134,7 @@ class Control(ControlServicer):
     @override
     async def StartProfile(self, request: pb.StartProfileRequest, rpc: Rpc) -> pb.StartProfileResponse:
         self._check_profiling()
-        await self._engine.start_profile()
+        await self._engine.start_profile(checked_steps(request.steps if request.HasField("steps") else None))
         return pb.StartProfileResponse()
 
     @override
@@ -241,8 +243,18 @@ def _fill(message: pb.Stats, stats: EngineStats) -> None:
         message.weights.weight_version, message.weights.is_paused = weights.version, weights.paused
         message.weights.asleep.extend(weights.asleep)
         message.weights.updates, message.weights.update_seconds = weights.update_time.count, weights.update_time.sum
+    if stats.usage is not None:
+        _fill_usage(message, stats.usage)
     for name in _SAME:
         setattr(message, name, getattr(stats, name))
+
+
+def _fill_usage(message: pb.Stats, usage: Usage) -> None:
+    message.seconds = usage.seconds
+    message.hosts.extend(pb.HostUsage(**dataclasses.asdict(host)) for host in usage.hosts)
+    for device in usage.devices:  # fields that are None stay unset
+        driver = None if device.driver is None else pb.DriverFigures(**dataclasses.asdict(device.driver))
+        message.devices.append(pb.DeviceUsage(**{**vars(device), "driver": driver}))
 
 
 _SAME = (

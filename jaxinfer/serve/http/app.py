@@ -283,6 +283,8 @@ ENDPOINTS = (
         "Clear the prefix cache. For operators.",
         method="POST",
     ),
+    Endpoint("/start_profile", ADMIN, operations.start_profile, body=operations.StartProfileRequest),
+    Endpoint("/stop_profile", ADMIN, operations.stop_profile, "Write the profile. For operators.", method="POST"),
     Endpoint("/pause", ADMIN, weights.pause, "Pause the engine. For operators.", method="POST"),
     Endpoint("/resume", ADMIN, weights.resume, "Resume a paused engine. For operators.", method="POST"),
     Endpoint("/is_paused", ADMIN, weights.is_paused, "Whether the engine is paused. For operators."),

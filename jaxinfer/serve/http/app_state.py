@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from jaxinfer.serve.api.auth import Authoriser
 from jaxinfer.serve.api.errors import ServeError, unavailable
@@ -17,6 +18,14 @@ from jaxinfer.serve.telemetry.metrics import ServerMetrics
 from jaxinfer.serve.telemetry.request_log import RequestLog
 from jaxinfer.serve.workers.tasks import BodyReader
 from jaxinfer.types import LoRARef
+
+
+@runtime_checkable
+class Profiler(Protocol):
+    """Profiler of the engine; see `jaxinfer.serve.core.supervisor.Supervisor`."""
+
+    async def start_profile(self, steps: int) -> None: ...
+    async def stop_profile(self) -> str: ...
 
 
 @dataclasses.dataclass
@@ -33,6 +42,7 @@ class AppState:
         operated: whether admin routes are served: operators have API keys, or only operators can reach this server.
         stream_ping_seconds: seconds of silence after which a waiting stream sends a keep-alive.
         operations: what operators may change; None: nothing.
+        profiler: takes device profiles; None: there is no folder for them.
         long: parses long bodies.
     """
 
@@ -47,6 +57,7 @@ class AppState:
     operated: bool = True
     stream_ping_seconds: float = 5.0
     operations: Operations | None = None
+    profiler: Profiler | None = None
 
     def __post_init__(self) -> None:
         self.long = BodyReader(self.limits)

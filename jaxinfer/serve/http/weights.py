@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.serve.api.errors import Kind, ServeError, invalid, rename_fields
-from jaxinfer.serve.api.json_bodies import read_json
 from jaxinfer.serve.core import operations
 from jaxinfer.serve.core.operations import AnyOperation, WeightState
 from jaxinfer.serve.frontend.operations import required
 from jaxinfer.serve.http.app_state import AppState
-from jaxinfer.serve.http.fields import Body, checked
+from jaxinfer.serve.http.fields import Body
+from jaxinfer.serve.http.operations import body_of
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -113,14 +113,14 @@ async def is_sleeping(request: Request) -> Response:
 
 async def update_weights(request: Request) -> Response:
     """Serve new weights and return their version, size and time."""
-    body = await _body(request, UpdateWeightsRequest)
+    body = await body_of(request, UpdateWeightsRequest)
     update = operations.UpdateWeights(body.path, _version(body), cast(Any, body.mode))
     return _updated(await _run(request, update))
 
 
 async def start_weight_update(request: Request) -> Response:
     """Begin an update of several folders."""
-    await _body(request, StartUpdateRequest, optional=True)
+    await body_of(request, StartUpdateRequest, optional=True)
     made = required(_door(request).operations)
     made.start_update()
     return _state(await made.run(operations.Look()))
@@ -128,14 +128,14 @@ async def start_weight_update(request: Request) -> Response:
 
 async def finish_weight_update(request: Request) -> Response:
     """Serve the weights of all folders since the start, as `update_weights` does."""
-    body = await _body(request, FinishUpdateRequest, optional=True)
+    body = await body_of(request, FinishUpdateRequest, optional=True)
     made = required(_door(request).operations)
     return _updated(await made.finish_update(_version(body), cast(Any, body.mode)))
 
 
 async def update_weight_version(request: Request) -> Response:
     """Change the version alone."""
-    given = (await _body(request, UpdateWeightVersionRequest)).new_version
+    given = (await body_of(request, UpdateWeightVersionRequest)).new_version
     if isinstance(given, str) and not given.isdecimal():
         raise invalid("new_version", given, "must be an integer")
     with rename_fields({"version": "new_version"}):
@@ -151,7 +151,7 @@ async def weight_info(request: Request) -> Response:
 
 async def weight_checker(request: Request) -> Response:
     """Return a digest of each parameter ("checksum"), or the paths whose digest is not the given one ("compare")."""
-    body = await _body(request, WeightCheckerRequest)
+    body = await body_of(request, WeightCheckerRequest)
     if body.action not in ("checksum", "compare"):
         raise invalid("action", body.action, "must be checksum or compare")
     if (body.baseline is None) == (body.action == "compare"):
@@ -174,14 +174,6 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 
 async def _run(request: Request, operation: AnyOperation) -> WeightState:
     return await required(_door(request).operations).run(operation)
-
-
-async def _body[B: Body](request: Request, kind: type[B], *, optional: bool = False) -> B:
-    """Return the body. ``optional``: there may be none."""
-    door, headers = _door(request), request.headers
-    if optional and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
-        return kind()
-    return checked(kind, await read_json(request, door.limits, door.long.read))
 
 
 def _query(request: Request, *names: str) -> dict[str, str]:

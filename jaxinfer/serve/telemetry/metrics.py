@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import grpc
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from jaxinfer.engine.scheduling.stats import SECONDS, EngineStats, Histogram, WeightStats
+from jaxinfer.engine.scheduling.usage import DeviceUsage, Usage
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.core.operations import TAGS
@@ -174,6 +175,8 @@ class EngineCollector(Collector):
         yield from _histograms(stats, model)
         if stats.weights is not None:
             yield from _weights(stats.weights, model)
+        if stats.usage is not None:
+            yield from _devices(stats.usage, model)
         if stats.loras is not None:
             yield from _loras(stats.loras, model)
             yield _histogram("lora_load_seconds", stats.lora_load_time, _LOADED, model)
@@ -195,7 +198,7 @@ def _seconds(name: str, what: str, label: str, registry: CollectorRegistry) -> S
     return ServerHistogram(PREFIX + name, what, [label], buckets=SECONDS, registry=registry)
 
 
-_Samples = list[tuple[dict[str, str], float]]  # additional labels, value
+_Samples = Sequence[tuple[dict[str, str], float]]  # additional labels, value
 
 
 def _gauges(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
@@ -264,6 +267,37 @@ def _weights(weights: WeightStats, model: dict[str, str]) -> Iterator[Metric]:
     updates, what = weights.update_time, "Seconds of placing and exchanging new weights."
     yield _counter("weight_updates", "Updates of the weights.", model, _one(updates.count))
     yield _histogram("weight_update_seconds", updates, what, model)
+
+
+def _devices(usage: Usage, model: dict[str, str]) -> Iterator[Metric]:
+    places = [({"process": str(each.process), "device": str(each.device)}, each) for each in usage.devices]
+    busy = [(place, each.busy_seconds) for place, each in places]
+    yield _counter("device_busy_seconds", "Seconds with a step in flight on the device.", model, busy)
+    parts = [({**place, "part": part}, size) for place, each in places for part, size in each.parts.items()]
+    yield _gauge("device_memory_bytes", "Bytes on the device that the engine keeps, by part.", model, parts)
+    hosts = [({"process": str(h.process), "part": part}, size) for h in usage.hosts for part, size in h.parts.items()]
+    yield _gauge("host_memory_bytes", "Bytes in host memory that the engine keeps, by part.", model, hosts)
+    for name, (what, value) in _REPORTED.items():
+        samples = [(place, found) for place, each in places if (found := value(each)) is not None]
+        if samples:
+            yield _gauge(name, what, model, samples)
+
+
+def _driver(field: str) -> Callable[[DeviceUsage], float | None]:
+    return lambda each: None if each.driver is None else getattr(each.driver, field)
+
+
+_REPORTED: Mapping[str, tuple[str, Callable[[DeviceUsage], float | None]]] = {
+    "device_memory_in_use_bytes": ("Bytes that JAX's allocator has given out.", lambda each: each.in_use),
+    "device_memory_peak_bytes": ("Most bytes in use since the start.", lambda each: each.peak),
+    "device_memory_limit_bytes": ("Bytes that JAX's allocator may give out.", lambda each: each.limit),
+    "device_utilization": ("Share of the time with a running kernel, of the driver.", _driver("utilization")),
+    "device_driver_memory_used_bytes": ("Bytes in use by all programs, of the driver.", _driver("memory_used")),
+    "device_driver_memory_total_bytes": ("Bytes of the device, of the driver.", _driver("memory_total")),
+    "device_power_watts": ("Power, of the driver.", _driver("watts")),
+    "device_temperature_celsius": ("Temperature, of the driver.", _driver("celsius")),
+}
+"""Metrics of devices that only some platforms have: absent there, never 0."""
 
 
 def _loras(usage: LoRAUsage, model: dict[str, str]) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.leader import HostInputTokens, LeaderExecutor, _digests, follow
+from jaxinfer.engine.distributed.leader import HostInputTokens, LeaderExecutor, _digests, follow, report_usage
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution import calibration
 from jaxinfer.engine.execution.calibration import measure_costs
@@ -168,6 +168,21 @@ def check_bits(pair: Pair) -> dict[tuple[str, int], list[int]]:
 
 def mine_and_theirs_snapshots(leader: LocalExecutor, follower: LocalExecutor) -> bool:
     return leader._snapshots.keys() == follower._snapshots.keys() and same(leader._snapshots, follower._snapshots)
+
+
+def test_memory_of_both_is_reported(pair):
+    assert [device.process for device in pair.engine.usage().devices] == [0]
+    reporting = threading.Thread(target=report_usage, args=({0: pair.follower}, pair.member, 0.1), daemon=True)
+    reporting.start()
+    for _ in range(int(SOON / 0.01)):
+        found = pair.engine.usage()
+        if len(found.devices) == 2:  # the same device: both are in this process
+            own, other = found.devices
+            assert own.parts["weights"] == other.parts["weights"] > 0
+            assert own.busy_seconds == other.busy_seconds
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("no report came")
 
 
 def test_a_snapshot_to_which_nobody_refers_is_dropped_by_all(pair):

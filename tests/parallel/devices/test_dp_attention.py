@@ -274,6 +274,19 @@ def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
     assert lockstep.programs.widest_decode.memory_analysis().alias_size_in_bytes == kept
 
 
+def test_each_device_is_reported_once_and_busy_while_any_rank_is(two):
+    lockstep = _lockstep(two)
+    before = two.memory()
+    two.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+    after = two.memory()
+    assert [device.device for device in after.devices] == [device.id for device in lockstep.mesh.devices.flat]
+    for device in after.devices:
+        assert device.parts["weights"] == device_bytes((lockstep.params, lockstep._tower))
+        assert device.parts["kv_cache"] == device_bytes(lockstep.pools)
+        assert device.busy_seconds > before.devices[0].busy_seconds
+    assert len({device.busy_seconds for device in after.devices}) == 1
+
+
 def test_the_plan_of_a_cache_with_heads_has_all_of_them_on_each_rank():
     model = model_of("experts")
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, expert_parallel_size=4, enable_dp_attention=True)

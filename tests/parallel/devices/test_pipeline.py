@@ -242,6 +242,8 @@ def test_a_stage_holds_its_layers_alone_and_the_plan_says_so(five):
             for leaf in jax.tree.leaves((part.params, [pool.data for pool in part.pools])):
                 held.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
     assert len(held) == 4
+    told = {each.device: each.parts["weights"] + each.parts["kv_cache"] for each in llm.memory().devices}
+    assert told == {device.id: size for device, size in held.items()}
     assert max(held.values()) == needs.weights + TIGHT * needs.page
 
 

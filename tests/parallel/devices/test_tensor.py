@@ -159,6 +159,15 @@ def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
         assert not re.findall(COLLECTIVES, program.as_text())
 
 
+def test_each_device_reports_its_shares(two):
+    (part,) = two.engine._executor.runtimes
+    devices = two.memory().devices
+    assert [device.device for device in devices] == [device.id for device in part.mesh.devices.flat]
+    for device in devices:
+        assert device.parts["weights"] == device_bytes(part.params)
+        assert device.parts["kv_cache"] == device_bytes(part.pools)
+
+
 def test_pools_are_updated_in_place_and_hold_own_heads(two):
     (part,) = two.engine._executor.runtimes
     pool = part.pools[0].data

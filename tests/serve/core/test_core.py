@@ -134,6 +134,13 @@ def test_streams_are_those_of_an_engine_in_this_process_and_other_calls_work():
             with pytest.raises(ServeError, match="is being taken"):
                 await supervisor.start_profile()
             assert await supervisor.stop_profile() == "/traces"
+            await supervisor.start_profile(5)
+            await collect(far, make_request("profiled", tokens=50))
+            assert supervisor._profile is not None
+            await supervisor._profile  # it has ended by itself
+            assert await supervisor.stop_profile() == "/traces"
+            with pytest.raises(ServeError, match="no profile"):
+                await supervisor.stop_profile()
 
     run(main())
 

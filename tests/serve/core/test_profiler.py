@@ -48,6 +48,16 @@ def test_a_folder_that_cannot_be_written_leaves_no_profile_behind(tmp_path):
     assert len(traces(tmp_path)) == 1
 
 
+def test_a_full_folder_takes_no_more_profiles(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "trace").write_bytes(bytes(100))
+    with pytest.raises(RuntimeError, match="100 bytes"):
+        JaxProfiler(tmp_path, max_bytes=100).start()
+    profiler = JaxProfiler(tmp_path, max_bytes=101)
+    profiler.start()
+    profiler.stop()
+
+
 @pytest.mark.slow
 def test_a_profile_of_the_demo_model(tmp_path):
     folder = tmp_path / "traces"
@@ -67,6 +77,12 @@ def test_a_profile_of_the_demo_model(tmp_path):
         assert trace.is_relative_to(folder)
         assert b"decode" in trace.read_bytes()
         refused(lambda: control.StopProfile(pb.StopProfileRequest()), "No profile started")
+        trace.unlink()  # JAX names traces by the second
+        control.StartProfile(pb.StartProfileRequest(steps=4))
+        with Client(server.target) as client:
+            assert client.generate("ROMEO:", max_tokens=16, temperature=0).text == completion.text
+        assert control.StopProfile(pb.StopProfileRequest()).folder == str(folder)
+        assert len(traces(tmp_path)) == 1
         with Client(server.target) as client:  # the engine still works
             assert client.generate("ROMEO:", max_tokens=16, temperature=0).text == completion.text
 

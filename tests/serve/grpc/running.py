@@ -61,8 +61,8 @@ class FakeSupervisor:
         for event in self.events:
             yield event
 
-    async def start_profile(self) -> None:
-        self.profiles.append("start")
+    async def start_profile(self, steps: int) -> None:
+        self.profiles.append(f"start {steps}")
 
     async def stop_profile(self) -> str:
         self.profiles.append("stop")

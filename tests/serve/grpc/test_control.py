@@ -7,11 +7,13 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 
+from jaxinfer.client.control import as_dict
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1 import inference_pb2
 from jaxinfer.serve.api.errors import Kind, ServeError
 from jaxinfer.serve.frontend.frontend import Frontend
+from jaxinfer.serve.grpc.control import _fill
 from tests.serve.fake_engine import Mischief
 from tests.serve.grpc.running import collected, failure, request, running
 from tests.serve.telemetry.test_metrics import busy
@@ -44,6 +46,27 @@ async def reasons(call: grpc.aio.UnaryStreamCall, count: int) -> dict[int, int]:
         if delta.HasField("finish_reason"):
             found[delta.output_index] = delta.finish_reason
     return found
+
+
+def test_stats_have_what_each_device_reports_and_nothing_else() -> None:
+    stats, found = busy(), pb.Stats()
+    _fill(found, stats)
+    gpu, cpu = found.devices
+    assert (gpu.process, gpu.device, gpu.kind, dict(gpu.parts)) == (
+        0,
+        3,
+        "NVIDIA H200",
+        {"weights": 40, "temporaries": 2},
+    )
+    assert (gpu.in_use, gpu.peak, gpu.limit, gpu.busy_seconds, found.seconds) == (47, 53, 71, 12.5, 20.0)
+    assert (gpu.driver.utilization, gpu.driver.memory_used, gpu.driver.memory_total) == (0.75, 61, 83)
+    assert (gpu.driver.watts, gpu.driver.celsius) == (310.5, 64)
+    assert not any(cpu.HasField(name) for name in ("in_use", "peak", "limit", "driver"))
+    assert [(host.process, dict(host.parts)) for host in found.hosts] == [(0, {"kv_pages": 19}), (1, {})]
+    plain = as_dict(found)
+    assert plain["devices"][0]["driver"]["watts"] == 310.5
+    assert plain["devices"][1]["parts"] == {"kv_cache": 9}
+    assert "driver" not in plain["devices"][1]
 
 
 def test_stats_tell_what_the_engine_did_and_whether_it_lives() -> None:
@@ -166,7 +189,11 @@ def test_profiles_need_a_folder() -> None:
             assert server.supervisor.profiles == []
         async with running(profile_dir="profiles") as server:
             await server.control.StartProfile(pb.StartProfileRequest())
+            await server.control.StartProfile(pb.StartProfileRequest(steps=3))
             assert (await server.control.StopProfile(pb.StopProfileRequest())).folder == "profiles/1"
-            assert server.supervisor.profiles == ["start", "stop"]
+            assert server.supervisor.profiles == ["start 1000", "start 3", "stop"]
+            for steps in (0, -1, 1001):
+                found = await failure(server.control.StartProfile(pb.StartProfileRequest(steps=steps)))
+                assert (found.code, list(found.violations)) == (grpc.StatusCode.INVALID_ARGUMENT, ["steps"])
 
     asyncio.run(story())

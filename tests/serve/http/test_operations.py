@@ -215,6 +215,51 @@ def test_the_demo_models_text_is_that_of_llm(demo):
     run(test)
 
 
+class Profiler:
+    """A profiler that records calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def start_profile(self, steps):
+        self.calls.append(steps)
+
+    async def stop_profile(self):
+        return "traces"
+
+
+def test_operators_take_profiles_of_so_many_steps():
+    async def test():
+        async with serving() as running, running.http() as client:
+            for route in ("/start_profile", "/stop_profile"):
+                assert "profile_dir" in (await client.post(route)).text
+            running.door.profiler = profiler = Profiler()
+            answers = [await client.post("/start_profile")]
+            answers += [await client.post("/start_profile", json=body) for body in ({"steps": 3}, {"num_steps": 4})]
+            assert [(answer.status_code, answer.json()) for answer in answers] == [
+                (200, {"steps": 1000}),
+                (200, {"steps": 3}),
+                (200, {"steps": 4}),
+            ]
+            for body, field in (
+                ({"steps": 0}, "steps"),
+                ({"num_steps": 1001}, "num_steps"),
+                ({"steps": 1, "num_steps": 2}, "num_steps"),
+                ({"output_dir": "/etc"}, "output_dir"),
+                ({"steps": "3"}, "steps"),
+            ):
+                answer = await client.post("/start_profile", json=body)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+            answer = await client.post("/stop_profile")
+            assert (answer.status_code, answer.json()) == (200, {"folder": "traces"})
+            running.door.operated = False
+            for route in ("/start_profile", "/stop_profile"):
+                assert (await client.post(route)).status_code == 403
+            assert profiler.calls == [1000, 3, 4]
+
+    run(test)
+
+
 def test_operators_reset_the_prefix_cache_in_vllms_words():
     async def test():
         async with serving() as running, running.http() as client:

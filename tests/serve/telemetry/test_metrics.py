@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.engine.scheduling.stats import EngineStats, HistogramRecorder, StatsRecorder, WeightStats
+from jaxinfer.engine.scheduling.usage import DeviceUsage, HostUsage, Usage
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.usage import LoRAUsage
+from jaxinfer.parallel.driver import DriverFigures
 from jaxinfer.serve.runtime.background import Background
 from jaxinfer.serve.telemetry.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason
@@ -69,6 +71,17 @@ OWN = {
     "engine_sleep_state": "gauge",
     "weight_updates": "counter",
     "weight_update_seconds": "histogram",
+    "device_busy_seconds": "counter",
+    "device_memory_bytes": "gauge",
+    "device_memory_in_use_bytes": "gauge",
+    "device_memory_peak_bytes": "gauge",
+    "device_memory_limit_bytes": "gauge",
+    "device_utilization": "gauge",
+    "device_driver_memory_used_bytes": "gauge",
+    "device_driver_memory_total_bytes": "gauge",
+    "device_power_watts": "gauge",
+    "device_temperature_celsius": "gauge",
+    "host_memory_bytes": "gauge",
 }
 
 
@@ -104,7 +117,27 @@ def busy() -> EngineStats:
     updates.observe(0.5)
     updates.observe(1.25)
     stats = recorder.snapshot(running=7, waiting={"slot": 8, "pages": 5}, kv=usage, loras=loras, compilations=6)
-    return dataclasses.replace(stats, weights=WeightStats(26, False, ["kv_cache"], updates.snapshot()))
+    weights = WeightStats(26, False, ["kv_cache"], updates.snapshot())
+    return dataclasses.replace(stats, weights=weights, usage=devices())
+
+
+def devices() -> Usage:
+    """Return the usage of a GPU with a driver, and of a device of which only the arithmetic is known."""
+    driver = DriverFigures(utilization=0.75, memory_used=61, memory_total=83, watts=310.5, celsius=64.0)
+    gpu = DeviceUsage(
+        process=0,
+        device=3,
+        kind="NVIDIA H200",
+        parts={"weights": 40, "temporaries": 2},
+        in_use=47,
+        peak=53,
+        limit=71,
+        busy_seconds=12.5,
+        driver=driver,
+    )
+    cpu = DeviceUsage(process=1, device=131072, kind="cpu", parts={"kv_cache": 9}, busy_seconds=1.5)
+    hosts = [HostUsage(process=0, parts={"kv_pages": 19}), HostUsage(process=1, parts={})]
+    return Usage(devices=[gpu, cpu], hosts=hosts, seconds=20.0)
 
 
 def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -149,6 +182,20 @@ def test_names_and_kinds() -> None:
         ("engine_sleep_state", "sleep_state=awake", 0),
         ("engine_sleep_state", "sleep_state=kv_cache", 1),
         ("engine_sleep_state", "sleep_state=weights", 0),
+        ("device_busy_seconds_total", "process=0,device=3", 12.5),
+        ("device_busy_seconds_total", "process=1,device=131072", 1.5),
+        ("device_memory_bytes", "process=0,device=3,part=weights", 40),
+        ("device_memory_bytes", "process=0,device=3,part=temporaries", 2),
+        ("device_memory_bytes", "process=1,device=131072,part=kv_cache", 9),
+        ("device_memory_in_use_bytes", "process=0,device=3", 47),
+        ("device_memory_peak_bytes", "process=0,device=3", 53),
+        ("device_memory_limit_bytes", "process=0,device=3", 71),
+        ("device_utilization", "process=0,device=3", 0.75),
+        ("device_driver_memory_used_bytes", "process=0,device=3", 61),
+        ("device_driver_memory_total_bytes", "process=0,device=3", 83),
+        ("device_power_watts", "process=0,device=3", 310.5),
+        ("device_temperature_celsius", "process=0,device=3", 64),
+        ("host_memory_bytes", "process=0,part=kv_pages", 19),
         ("weight_updates_total", "", 2),
         ("weight_update_seconds_sum", "", 1.75),
         ("prefix_cache_queries_total", "", 31),
@@ -193,8 +240,22 @@ def test_names_and_kinds() -> None:
     ],
 )
 def test_values(scraped, name: str, label: str, value: float) -> None:
-    labels = frozenset([tuple(label.split("="))] if label else [])
+    labels = frozenset(tuple(each.split("=")) for each in label.split(",") if each)
     assert scraped[name, labels] == value
+
+
+def test_what_a_platform_does_not_report_is_absent(scraped) -> None:
+    told = {name for name, labels in scraped if ("device", "131072") in labels}
+    assert told == {"device_busy_seconds_total", "device_memory_bytes"}
+    cpu = dataclasses.replace(devices(), devices=devices().devices[1:])
+    families = [
+        family.name for family in EngineCollector(lambda: dataclasses.replace(busy(), usage=cpu), "m").collect()
+    ]
+    assert [name for name in families if "device" in name] == [
+        "jaxinfer:device_busy_seconds",
+        "jaxinfer:device_memory_bytes",
+    ]
+    assert not [name for name, _ in samples(render(StatsRecorder().snapshot, MODEL["model_name"])) if "device" in name]
 
 
 def test_names_of_adapters_are_bounded(scraped) -> None:

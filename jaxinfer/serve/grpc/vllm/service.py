@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxinfer.serve.api.errors import Kind, ServeError, rename_fields
 from jaxinfer.serve.api.requests import Call, Conversation
+from jaxinfer.serve.core.profiling import checked_steps
 from jaxinfer.serve.frontend.frontend import Frontend
 from jaxinfer.serve.frontend.generation import Generation
 from jaxinfer.serve.grpc.auth import SCOPES
@@ -60,7 +61,7 @@ class Condition(Protocol):
 class Profiler(Protocol):
     """Profiler of the engine; see `jaxinfer.serve.grpc.control.Engine`."""
 
-    async def start_profile(self) -> None: ...
+    async def start_profile(self, steps: int) -> None: ...
     async def stop_profile(self) -> str: ...
 
 
@@ -166,7 +167,8 @@ class VllmEngine:
 
     async def StartProfile(self, request: Any, rpc: Rpc) -> Any:
         self._check_profiling(request)
-        await self._served.profiler.start_profile()
+        steps = request.num_steps if request.HasField("num_steps") else None
+        await self._served.profiler.start_profile(checked_steps(steps, "num_steps"))
         return messages.common.ProfileResponse(success=True)
 
     async def StopProfile(self, request: Any, rpc: Rpc) -> Any:
@@ -186,11 +188,11 @@ class VllmEngine:
             raise ServeError(Kind.FORBIDDEN, reason)
 
     def _check_profiling(self, request: Any) -> None:
-        """Reject profiling options of the client: the server's settings decide how to profile."""
+        """Reject profiling options of the client but the steps: the server's settings decide how to profile."""
         self._check_operated(type(request).__name__.removesuffix("Request"))
         if not self._served.profiling:
             raise ServeError(Kind.UNIMPLEMENTED, "profiling is off: the server was started without profile_dir")
-        for field, _ in request.ListFields():
+        for field in (field for field, _ in request.ListFields() if field.name != "num_steps"):
             raise ServeError(Kind.INVALID, f"{field.name} is not served: leave it out", field.name)
 
 

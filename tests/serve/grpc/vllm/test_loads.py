@@ -118,9 +118,13 @@ def test_profiles_need_a_folder_and_take_no_orders() -> None:
             assert (await stub.StartProfile(common.StartProfileRequest())).success
             stopped = await stub.StopProfile(common.StopProfileRequest())
             assert (stopped.success, stopped.message) == (True, "profiles/1")
-            assert state.supervisor.profiles == ["start", "stop"]
+            assert state.supervisor.profiles == ["start 1000", "stop"]
             refused = await failure(stub.StartProfile(common.StartProfileRequest(output_dir="/etc", num_steps=3)))
             assert (refused.code, list(refused.violations)) == (grpc.StatusCode.INVALID_ARGUMENT, ["output_dir"])
-            assert state.supervisor.profiles == ["start", "stop"]
+            assert state.supervisor.profiles == ["start 1000", "stop"]
+            assert (await stub.StartProfile(common.StartProfileRequest(num_steps=3))).success
+            assert state.supervisor.profiles[-1] == "start 3"
+            refused = await failure(stub.StartProfile(common.StartProfileRequest(num_steps=0)))
+            assert (refused.code, list(refused.violations)) == (grpc.StatusCode.INVALID_ARGUMENT, ["num_steps"])
 
     asyncio.run(story())
