@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import sys
 
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quantize.calibration import BUILT_IN, Calibration, read_calibration
 from jaxinfer.quantize.driver import quantize

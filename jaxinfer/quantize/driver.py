@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.loading import open_model
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.opening import open_model
 from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quant.make.formats import tensors_of
 from jaxinfer.quant.make.gptq import enough_tokens

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxinfer.loading import write_companions
+from jaxinfer.opening import write_companions
 from jaxinfer.quantize.layer import tensors
 from jaxinfer.quantize.work import Work, layer_name
 from jaxinfer.types import walk_specs

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxinfer.formats.multimodal import component
 from jaxinfer.layers.base import Layer
-from jaxinfer.loading import described_by
 from jaxinfer.models.model import Model
+from jaxinfer.opening import described_by
 from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quantize.calibration import Calibration

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
+from jaxinfer.opening import model_folder
 from jaxinfer.quantize import BUILT_IN, Recipe, quantize, read_calibration
 from jaxinfer.text import load_tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer import convert
 from jaxinfer.cli.convert import make_parser
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from jaxinfer.quantize import BUILT_IN, Recipe, read_calibration
 from jaxinfer.quantize.command import recipe_of
 from jaxinfer.text import load_tokenizer
