@@ -16,8 +16,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.compilations import timed, use_compilation_cache
-from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.config.aliases import draft_of
+from jaxinfer.config.quantization import QuantizationConfig
 from jaxinfer.draft_heads import describe_head, load_head
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
@@ -47,6 +48,9 @@ from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.planner.memory import MemoryPlan
 from jaxinfer.quant import layout_for_cpu, with_values
+from jaxinfer.quant.make.recipe import Recipe, RecipeError
+from jaxinfer.quantize.on_load import Loading, described
+from jaxinfer.quantize.settings import recipe_for, refused, samples_for
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.text import (
     ChatTemplate,
@@ -66,6 +70,7 @@ from jaxinfer.weights.tree import Fill
 from pallas_kernels.matmul import Layout
 
 _log = logging.getLogger("jaxinfer")
+_AS_IT_IS = QuantizationConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,9 @@ def start_engine(
     if chat_template is not None:
         given = given_template(chat_template)  # reject an invalid template before planning
         in_memory = in_memory and in_memory.replace(chat_template=_with_tokens(given, in_memory))
-    planned = in_memory or abstract_model(str(model), dtype, family)
+    if in_memory and config.quantization is not None:
+        raise refused(config, "a Model is served as it is: load_model(..., quantization=...) quantises")
+    planned = in_memory or abstract_model(str(model), dtype, family, quantization=config)
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
         layout = _layout(planned, config, mesh) if in_memory is None else None
@@ -123,7 +130,7 @@ def start_engine(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     with timed("weights loaded"):
-        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template)
+        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template, quantization=config)
         loaded = with_activations(loaded, config)  # the caller gets the model that is served
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
         loaded = loaded.laid_out(layout) if layout else loaded
@@ -177,13 +184,14 @@ def start_follower(
     """
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)
-    planned = abstract_model(model, dtype, family)
+    planned = abstract_model(model, dtype, family, quantization=config)
     plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
     draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
-    loaded = with_draft(load(model, dtype, family=family, chat_template=chat_template), config, draft)
+    target = load(model, dtype, family=family, chat_template=chat_template, quantization=config)
+    loaded = with_draft(target, config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -192,6 +200,9 @@ def start_follower(
 def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -> tuple[MemoryPlan, EngineConfig]:
     """Return the memory plan, and the settings with its pool size: the minimum over processes, equal in all of them."""
     require_processes(mesh, grouped=group is not None)
+    if group is not None and config.calibration_data is not None:
+        instead = "cannot be with num_processes above 1: jaxinfer convert --quantize calibrates once for all"
+        raise EngineConfigError(f"calibration_data = {config.calibration_data} {instead}")
     plan = plan_engine(model, config, jax.default_backend(), mesh)
     if group is not None:
         plan = dataclasses.replace(plan, pages=group.least(plan.pages))
@@ -223,6 +234,7 @@ def load_model(
     family: str = "auto",
     chat_template: str | None = None,
     vision: bool = True,
+    quantization: str | QuantizationConfig | None = None,
 ) -> Model:
     """Load config, tokenizer and weights; each tensor goes directly to the device.
 
@@ -242,22 +254,33 @@ def load_model(
             "jaxinfer": the package's own only; ``module:NAME``: import it from there, whatever config.json names.
         chat_template: replaces that of the checkpoint: a file, or the text of a template.
         vision: load the vision tower, if the checkpoint has one; otherwise the model takes text alone.
+        quantization: quantise a model that is not, a weight after the other: the name of a method, or all settings.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence with the reason.
-        EngineConfigError: the model cannot be sharded over the mesh, or the mesh is not from `make_mesh`.
+        EngineConfigError: the model cannot be sharded over the mesh, or not be quantised, or the mesh is not from
+            `make_mesh`.
     """
     mesh = require_mesh(mesh or make_mesh())
-    files, model = describe_model(name, dtype, family, families, vision)
-    model = shardable_model(model, mesh)
+    files, source = describe_model(name, dtype, family, families, vision)
+    by_name = quantization is None or isinstance(quantization, str)
+    settings = QuantizationConfig(quantization=quantization) if by_name else quantization
+    recipe = recipe_for(files, settings)
+    model = shardable_model(_quantized(files, source, recipe, settings), mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if model.vision is not None and tokenizer is not None:
         processor = for_vocabulary(model.vision.processor, tokenizer.token_to_id)
         model = model.replace(vision=dataclasses.replace(model.vision, processor=processor))
     warn_of_others(files, model)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
+    place = _place(model, mesh)
     with bar as on_tensor:
-        params = _load(files, model, on_tensor, check_finite, mesh)
+        if recipe is None:
+            params = filled_params(files, model, place, on_tensor, check_finite)
+        else:
+            samples = samples_for(recipe, settings, tokenizer)
+            read = filled_params(files, source, deferred(source.dtype), on_tensor, check_finite)
+            params = Loading(files, source.replace(params=read), model.specs, recipe, samples).load(place)
     return model.replace(
         params=params,
         tokenizer=tokenizer,
@@ -322,7 +345,7 @@ def open_weights(
     if (type(model.module), model.config) != (type(served.module), served.config):
         raise CheckpointError(f"{folder}: config.json describes another model than the served one")
     model = model.replace(params=filled_params(files, model, deferred(model.dtype), None, check_finite=False))
-    return model.with_activations(config.activation_dtype)
+    return model.with_activations(config.activation_dtype) if files.quantized else model
 
 
 def with_draft(model: Model, config: EngineConfig, load: Callable[[str, Model], Model]) -> Model:
@@ -354,7 +377,8 @@ def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) 
     return lambda name, model: load(name, mesh=last)
 
 
-def _load(files: ModelFiles, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh) -> dict[str, Any]:
+def _place(model: Model, mesh: Mesh) -> Place:
+    """Return a function that places parameters on the stages of the mesh, as far as they are of this process."""
     parts, places = [set(part.model.params) for part in cut(model, mesh.shape["stage"])], stages(mesh)
 
     def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array | jax.ShapeDtypeStruct:
@@ -364,16 +388,34 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or str(model.dtype))
         return on_devices(param_sharding(local[0], spec), spec, fill)
 
-    return filled_params(files, model, place, progress, check_finite)
+    return place
 
 
-def abstract_model(name: str, dtype: str = "auto", family: str = "auto", vision: bool = True) -> Model:
+def _quantized(files: ModelFiles, model: Model, recipe: Recipe | None, config: QuantizationConfig) -> Model:
+    """Return a model that is described without weights, as it is when it has been quantised."""
+    if recipe is None:
+        return model
+    try:
+        return described(files, model, recipe)
+    except RecipeError as error:
+        raise refused(config, error) from error
+
+
+def abstract_model(
+    name: str,
+    dtype: str = "auto",
+    family: str = "auto",
+    vision: bool = True,
+    quantization: QuantizationConfig = _AS_IT_IS,
+) -> Model:
     """Return the model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
 
     Args:
-        name, dtype, family, vision: see `load_model`.
+        name, dtype, family, vision, quantization: see `load_model`.
 
     Raises:
         CheckpointError, ConfigError: one sentence with the reason.
+        EngineConfigError: the model cannot be quantised in this way.
     """
-    return describe_model(name, dtype, family, vision=vision)[1]
+    files, model = describe_model(name, dtype, family, vision=vision)
+    return _quantized(files, model, recipe_for(files, quantization), quantization)

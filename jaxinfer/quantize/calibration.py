@@ -24,6 +24,7 @@ from jaxinfer.weights.tree import Path
 
 # Default text: prose, dialogue, facts, code, tables and several languages, written for this purpose.
 BUILT_IN = pathlib.Path(__file__).with_name("calibration.txt")
+BUILT_IN_NAME = "built-in"
 
 _MOST_BYTES = 1 << 28  # bytes of a calibration file
 
