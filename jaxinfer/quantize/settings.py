@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import pathlib
-
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.config.quantization import ON_LOAD, QuantizationConfig
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.quantize.calibration import BUILT_IN, BUILT_IN_NAME, Calibration, Encoder, read_calibration
+from jaxinfer.quantize.calibration import Calibration, Encoder, read_calibration
 from jaxinfer.weights.files import ModelFiles
-
-_log = logging.getLogger("jaxinfer")
 
 
 def recipe_for(files: ModelFiles, config: QuantizationConfig) -> Recipe | None:
@@ -51,17 +46,13 @@ def samples_for(recipe: Recipe, config: QuantizationConfig, tokenizer: Encoder |
     """
     if not recipe.calibrated:
         return None
-    data, wanted, length = str(config.calibration_data), config.calibration_samples, config.calibration_length
+    data = str(config.calibration_data)
     if tokenizer is None:
         raise EngineConfigError(f"calibration_data = {data} cannot be read as tokens: the model has no tokenizer")
     try:
-        path = BUILT_IN if data == BUILT_IN_NAME else pathlib.Path(data)
-        read = read_calibration(path, tokenizer, wanted, length)
+        return read_calibration(data, tokenizer, config.calibration_samples, config.calibration_length)
     except RecipeError as error:
         raise EngineConfigError(f"calibration_data = {data}: {error}") from error
-    if (found := len(read.tokens)) < wanted:
-        _log.warning(f"calibration_data = {data} has {found} samples of {length} tokens, not {wanted}: use more text")
-    return read
 
 
 def refused(config: QuantizationConfig, why: object) -> EngineConfigError:

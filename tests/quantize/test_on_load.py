@@ -1,5 +1,6 @@
 """Quantisation while a model is loaded: the parameters of a converted checkpoint, in its memory."""
 
+import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from jaxinfer import LLM, load_model
 from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.config.aliases import SettingNameError, our_settings
 from jaxinfer.config.quantization import ON_LOAD, QuantizationConfig
 from jaxinfer.loading import abstract_model
 from jaxinfer.quant.make.recipe import METHODS
@@ -54,7 +56,7 @@ def settings(method: str, text: pathlib.Path, group_size: int = 32) -> Quantizat
 
 
 def on_disk(source: pathlib.Path, folder: pathlib.Path, recipe: Recipe, text: pathlib.Path):
-    samples = read_calibration(text, load_tokenizer(source), 6, 40) if recipe.calibrated else None
+    samples = read_calibration(str(text), load_tokenizer(source), 6, 40) if recipe.calibrated else None
     quantize(str(source), folder, recipe, samples)
     return load_model(str(folder), show_progress=False)
 
@@ -144,6 +146,15 @@ def test_names_of_another_engine_mean_a_method() -> None:
     assert {name: QuantizationConfig(quantization=name).method_on_load for name in of_plain} == of_plain
     assert QuantizationConfig(quantization="awq_marlin").is_of("AWQ")
     assert all(not list(QuantizationConfig(quantization=name).faults()) for name in ADAPTERS)
+
+
+def test_transformers_names_are_methods() -> None:
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    assert our_settings({"load_in_4bit": True}, names) == {"quantization": "nf4"}
+    assert our_settings({"load-in-8bit": True, "quantization": "int8"}, names) == {"quantization": "int8"}
+    assert our_settings({"load_in_4bit": False, "load_in_8bit": False}, names) == {}
+    with pytest.raises(SettingNameError, match="load_in_4bit"):
+        our_settings({"quantization": "fp8", "load_in_4bit": True}, names)
 
 
 def test_a_model_in_memory_is_served_as_it_is(source: pathlib.Path) -> None:
