@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.decoder import Decoder, PostNormBlock
 from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quant.make import Made, MadeCodebook
 from jaxinfer.quant.make.gptq import enough_tokens
 from jaxinfer.quant.make.recipe import RecipeError
 from jaxinfer.quantize.calibration import embedded, observed, passed
-from jaxinfer.quantize.fold import Folder, Statistics, can_fold
+from jaxinfer.quantize.fold import Folder, Statistics
 from jaxinfer.quantize.layer import LayerWeights, Linear
+from jaxinfer.quantize.structure import observable, structure_of
 from jaxinfer.quantize.work import Work
 
 
@@ -26,19 +27,24 @@ def require_layers(work: Work) -> None:
     recipe, module = work.recipe, work.module
     if not isinstance(module, Decoder):
         raise RecipeError(f"{type(module).__name__} has no layers that can be run one by one")
-    if recipe.calibrated and module.bound is not None:
-        raise RecipeError(f"{recipe.method} runs layers one by one, and those of this model read {module.bound}")
-    for block in map(work.block, range(work.layers)):
-        if recipe.folded and not can_fold(block):
-            raise RecipeError(
-                f"{recipe.method} scales the inputs of layers, which is not known of {type(block).__name__}"
-            )
+    if recipe.calibrated and (bound := _bound(module)) is not None:
+        raise RecipeError(f"{recipe.method} runs layers one by one, and those of this model read {bound}")
+    if recipe.method == "smoothquant" and isinstance(work.block(0), PostNormBlock):
+        raise RecipeError("smoothquant scales the outputs of norms, and no norm is before the weights of this model")
+
+
+def _bound(module: Decoder) -> str | None:
+    """Return what layers read besides hidden states, without which they do not run one by one."""
+    if any(layer.index_topk for layer in module.config.layers):
+        return "the tokens that other layers select"
+    return module.bound
 
 
 def first_hidden(work: Work) -> Float[np.ndarray, "samples t d"]:
     """Return the hidden states of the samples before the first layer."""
     assert work.calibration is not None
-    params = jax.tree.map(jnp.asarray, {name: _arrays(work.model.params[name]) for name in work.module.embeddings})
+    names = [name for name in work.module.embeddings if name in work.model.params]
+    params = jax.tree.map(jnp.asarray, {name: _arrays(work.model.params[name]) for name in names})
     return embedded(work.module, params, work.calibration, work.dtype)
 
 
@@ -63,11 +69,12 @@ def quantized(
     """
     statistics = Statistics()
     if hidden is not None and work.calibration is not None:
-        paths = tuple(path for path, spec in layer.specs.items() if spec.inputs is not None or path[-1] == "router")
+        paths = tuple(path for path, spec in layer.specs.items() if observable(path, spec))
         gram = work.recipe.gram
         statistics = observed(work.module, layer.block, layer.values, paths, hidden, work.calibration, gram)
-    if work.recipe.folded:
-        Folder(layer, statistics, work.recipe, work.recipe.grid(work.dtype)).fold()
+        if work.recipe.folded:
+            structure = structure_of(work.module, layer, hidden, work.calibration)
+            Folder(layer, statistics, work.recipe, work.recipe.grid(work.dtype), structure).fold()
     return {
         name: quantized_weight(work, layer, linear, _gram(work, linear, statistics))
         for name, linear in work.taken(index).items()

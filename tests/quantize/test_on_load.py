@@ -95,7 +95,7 @@ def test_it_is_the_converted_checkpoint(
         ("phi3-partial-hub", "fp8"),
         pytest.param("deepseek_v3-hub", "nf4", marks=pytest.mark.slow),
         pytest.param("falcon-40b-hub", "w8a8", marks=pytest.mark.slow),
-        pytest.param("gpt2-hub", "int8", marks=pytest.mark.slow),
+        pytest.param("gemma2-window", "awq", marks=pytest.mark.slow),
     ],
 )
 def test_families_whose_tensors_lie_otherwise(
