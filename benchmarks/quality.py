@@ -31,8 +31,9 @@ import numpy as np
 
 from benchmarks.peers import machine
 from jaxinfer.llm import LLM
-from jaxinfer.loading import load_model, model_folder, open_model
+from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.opening import model_folder, open_model
 from jaxinfer.quantize import Calibration, Recipe, quantize
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights.formats import quantized_weights

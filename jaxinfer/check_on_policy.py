@@ -12,10 +12,10 @@ from jaxinfer.agreement import Difference, Sample, Sequences, applied, requests,
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LOADING_ERRORS
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import declared
 from jaxinfer.lora.parts import random_adapter
+from jaxinfer.opening import LOADING_ERRORS
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.quant.banks import lora_targets
 from jaxinfer.sampling_params import RequestError

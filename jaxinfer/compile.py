@@ -21,7 +21,8 @@ from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import cut, draft_stages
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_draft, abstract_model, start_engine, with_draft
+from jaxinfer.loading import StartProgress, abstract_draft, abstract_model, start_engine, with_draft
+from jaxinfer.opening import LOADING_ERRORS
 from jaxinfer.parallel.mesh import mesh_for, stages
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
 from pallas_kernels.check.target import DEVICES

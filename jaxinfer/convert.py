@@ -11,15 +11,8 @@ from typing import Any
 
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.interrupts import INTERRUPTED
-from jaxinfer.loading import (
-    LOADING_ERRORS,
-    described_by,
-    model_folder,
-    open_model,
-    saved_specs,
-    write_companions,
-)
 from jaxinfer.models.model import Model
+from jaxinfer.opening import LOADING_ERRORS, described_by, model_folder, open_model, saved_specs, write_companions
 from jaxinfer.quantize import RecipeError, command
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles

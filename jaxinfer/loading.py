@@ -16,8 +16,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.compilations import timed, use_compilation_cache
-from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.config.aliases import DTYPES, demo_folder, draft_of, known_dtype
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
+from jaxinfer.config.aliases import draft_of
+from jaxinfer.config.quantization import QuantizationConfig
 from jaxinfer.draft_heads import describe_head, load_head
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
@@ -27,60 +28,49 @@ from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
-from jaxinfer.formats.multimodal import is_wrapper, text_model, wrapped_name
+from jaxinfer.formats.multimodal import text_model
 from jaxinfer.images.expansion import for_vocabulary, within
-from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigError
 from jaxinfer.models.edits import require_described, require_one_dtype, require_specified
-from jaxinfer.models.model import Model, describe, with_vision
-from jaxinfer.models.plugins import find_families
-from jaxinfer.models.registry import HEADS, Family, family_for
-from jaxinfer.models.vision.registry import vision_family_for
-from jaxinfer.models.vision.tower import Vision
+from jaxinfer.models.model import Model
+from jaxinfer.models.registry import HEADS, Family
+from jaxinfer.opening import (
+    checked_dtype,
+    describe_model,
+    described_by,
+    filled_params,
+    saved_specs,
+    warn_of_others,
+    write_companions,
+)
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.planner.memory import MemoryPlan
 from jaxinfer.quant import layout_for_cpu, with_values
+from jaxinfer.quant.make.recipe import Recipe, RecipeError
+from jaxinfer.quantize.on_load import Loading, described
+from jaxinfer.quantize.settings import recipe_for, refused, samples_for
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.text import (
     ChatTemplate,
-    TemplateError,
-    TokenizerError,
     find_tokenizer,
-    gguf_files,
     given_template,
     load_template,
 )
 from jaxinfer.text.intake import recommended_sampling
-from jaxinfer.types import HEAD, ParamSpec, ParamTree, walk_specs
-from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
+from jaxinfer.types import ParamSpec
+from jaxinfer.weights import CheckpointError, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
-from jaxinfer.weights.load import Progress, auto_dtype, deferred
+from jaxinfer.weights.load import Progress, deferred
 from jaxinfer.weights.native.manifest import is_converted
-from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
-from jaxinfer.weights.sidecar import copy_companions
-from jaxinfer.weights.source import locate
-from jaxinfer.weights.ties import with_stored_head
-from jaxinfer.weights.tree import Fill, Place, with_names
+from jaxinfer.weights.tree import Fill
 from pallas_kernels.matmul import Layout
 
 _log = logging.getLogger("jaxinfer")
-
-# Errors of an invalid model folder; each has a one-sentence message for the user.
-LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
-
-
-def model_folder(name: str) -> pathlib.Path:
-    """Return the folder of ``name``: "demo", "demo-draft", a path, or a hub id when the network allows.
-
-    Raises:
-        CheckpointError: the model is not available; the message says what to do.
-    """
-    return demo_folder(name) or locate(name)
+_AS_IT_IS = QuantizationConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +119,9 @@ def start_engine(
     if chat_template is not None:
         given = given_template(chat_template)  # reject an invalid template before planning
         in_memory = in_memory and in_memory.replace(chat_template=_with_tokens(given, in_memory))
-    planned = in_memory or abstract_model(str(model), dtype, family)
+    if in_memory and config.quantization is not None:
+        raise refused(config, "a Model is served as it is: load_model(..., quantization=...) quantises")
+    planned = in_memory or abstract_model(str(model), dtype, family, quantization=config)
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
         layout = _layout(planned, config, mesh) if in_memory is None else None
@@ -138,7 +130,7 @@ def start_engine(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     with timed("weights loaded"):
-        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template)
+        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template, quantization=config)
         loaded = with_activations(loaded, config)  # the caller gets the model that is served
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
         loaded = loaded.laid_out(layout) if layout else loaded
@@ -192,13 +184,14 @@ def start_follower(
     """
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)
-    planned = abstract_model(model, dtype, family)
+    planned = abstract_model(model, dtype, family, quantization=config)
     plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
     draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
-    loaded = with_draft(load(model, dtype, family=family, chat_template=chat_template), config, draft)
+    target = load(model, dtype, family=family, chat_template=chat_template, quantization=config)
+    loaded = with_draft(target, config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -207,6 +200,9 @@ def start_follower(
 def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -> tuple[MemoryPlan, EngineConfig]:
     """Return the memory plan, and the settings with its pool size: the minimum over processes, equal in all of them."""
     require_processes(mesh, grouped=group is not None)
+    if group is not None and config.calibration_data is not None:
+        instead = "cannot be with num_processes above 1: jaxinfer convert --quantize calibrates once for all"
+        raise EngineConfigError(f"calibration_data = {config.calibration_data} {instead}")
     plan = plan_engine(model, config, jax.default_backend(), mesh)
     if group is not None:
         plan = dataclasses.replace(plan, pages=group.least(plan.pages))
@@ -217,7 +213,7 @@ def _as_dtype(model: Model, dtype: str) -> Model:
     if model.draft is not None:
         model = model.replace(draft=_as_dtype(model.draft, dtype))
     require_specified(model)
-    dtype = _dtype(dtype)
+    dtype = checked_dtype(dtype)
     if dtype == "auto":
         require_one_dtype(model)
         return model
@@ -238,6 +234,7 @@ def load_model(
     family: str = "auto",
     chat_template: str | None = None,
     vision: bool = True,
+    quantization: str | QuantizationConfig | None = None,
 ) -> Model:
     """Load config, tokenizer and weights; each tensor goes directly to the device.
 
@@ -257,22 +254,33 @@ def load_model(
             "jaxinfer": the package's own only; ``module:NAME``: import it from there, whatever config.json names.
         chat_template: replaces that of the checkpoint: a file, or the text of a template.
         vision: load the vision tower, if the checkpoint has one; otherwise the model takes text alone.
+        quantization: quantise a model that is not, a weight after the other: the name of a method, or all settings.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence with the reason.
-        EngineConfigError: the model cannot be sharded over the mesh, or the mesh is not from `make_mesh`.
+        EngineConfigError: the model cannot be sharded over the mesh, or not be quantised, or the mesh is not from
+            `make_mesh`.
     """
     mesh = require_mesh(mesh or make_mesh())
-    files, model = _describe(name, dtype, family, families, vision)
-    model = shardable_model(model, mesh)
+    files, source = describe_model(name, dtype, family, families, vision)
+    by_name = quantization is None or isinstance(quantization, str)
+    settings = QuantizationConfig(quantization=quantization) if by_name else quantization
+    recipe = recipe_for(files, settings)
+    model = shardable_model(_quantized(files, source, recipe, settings), mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if model.vision is not None and tokenizer is not None:
         processor = for_vocabulary(model.vision.processor, tokenizer.token_to_id)
         model = model.replace(vision=dataclasses.replace(model.vision, processor=processor))
-    _warn_of_others(files, model)
+    warn_of_others(files, model)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
+    place = _place(model, mesh)
     with bar as on_tensor:
-        params = _load(files, model, on_tensor, check_finite, mesh)
+        if recipe is None:
+            params = filled_params(files, model, place, on_tensor, check_finite)
+        else:
+            samples = samples_for(recipe, settings, tokenizer)
+            read = filled_params(files, source, deferred(source.dtype), on_tensor, check_finite)
+            params = Loading(files, source.replace(params=read), model.specs, recipe, samples).load(place)
     return model.replace(
         params=params,
         tokenizer=tokenizer,
@@ -280,23 +288,6 @@ def load_model(
         generation_config=_generation_config(files.path),
         origin=LoadedFrom(files.path, described_by(files, model)),
     )
-
-
-def _warn_of_others(files: ModelFiles, model: Model) -> None:
-    if model.vision is None and (others := files.left_out):
-        what = ", ".join(f"{name}: {count}" for name, count in others.items())
-        _log.warning(f"{model.name} is read as a text model, without images: tensors that are not read ({what})")
-
-
-def described_by(files: ModelFiles, model: Model) -> Mapping[str, Any]:
-    """Return the config.json of a model that was read from files: that of the text model alone, or with its tower."""
-    return files.config_json if model.vision is None else files.whole_json
-
-
-def saved_specs(model: Model, config_json: Mapping[str, Any]) -> ParamTree:
-    """Return the specs of a model with the tensor names of a checkpoint with this config.json."""
-    spell = functools.partial(wrapped_name, config_json)
-    return with_names(model.specs, spell) if is_wrapper(config_json) else model.specs
 
 
 def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -329,38 +320,6 @@ class LoadedFrom:
             write_companions(self.path, target)
 
 
-def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write the files that accompany a model's weights, such as its tokenizer, into another folder.
-
-    Args:
-        source: a model folder, whose small files are copied, or a GGUF file, whose metadata have the same content.
-
-    Raises:
-        TokenizerError, TemplateError: the tokenizer or template of a GGUF file is not supported.
-        OSError: a file cannot be written.
-    """
-    if not source.is_file():
-        copy_companions(source, folder)
-        return
-    for name, text in gguf_files(source).items():
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-def open_model(
-    name: str, dtype: str = "auto", *, check_finite: bool = False, progress: Progress | None = None
-) -> tuple[ModelFiles, Model]:
-    """Return the files of a named model, and the model with lazily read parameters (`jaxinfer.weights.load.Deferred`),
-    for conversion one by one. Arguments are those of `load_model`.
-
-    Raises:
-        CheckpointError, ConfigError: one sentence with the reason; for values, when they are read.
-    """
-    files, model = _describe(name, dtype)
-    _warn_of_others(files, model)
-    params = _filled(files, model, deferred(model.dtype), progress, check_finite)
-    return files, model.replace(params=params)
-
-
 def open_weights(
     folder: str, served: Model, config: ResolvedEngine, *, parts: Sequence[str] = (), family: str = "auto"
 ) -> Model:
@@ -381,12 +340,12 @@ def open_weights(
     if is_converted(path):
         raise CheckpointError(f"{folder} is converted: weights of a running engine are read from a checkpoint")
     more = tuple(map(pathlib.Path, parts))
-    files, model = _describe(folder, str(served.dtype), family, vision=served.vision is not None, parts=more)
+    files, model = describe_model(folder, str(served.dtype), family, vision=served.vision is not None, parts=more)
     model = shardable_model(model, mesh_for(config))
     if (type(model.module), model.config) != (type(served.module), served.config):
         raise CheckpointError(f"{folder}: config.json describes another model than the served one")
-    model = model.replace(params=_filled(files, model, deferred(model.dtype), None, check_finite=False))
-    return model.with_activations(config.activation_dtype)
+    model = model.replace(params=filled_params(files, model, deferred(model.dtype), None, check_finite=False))
+    return model.with_activations(config.activation_dtype) if files.quantized else model
 
 
 def with_draft(model: Model, config: EngineConfig, load: Callable[[str, Model], Model]) -> Model:
@@ -418,72 +377,8 @@ def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) 
     return lambda name, model: load(name, mesh=last)
 
 
-def abstract_model(name: str, dtype: str = "auto", family: str = "auto", vision: bool = True) -> Model:
-    """Return the model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
-
-    Args:
-        name, dtype, family, vision: see `load_model`.
-
-    Raises:
-        CheckpointError, ConfigError: one sentence with the reason.
-    """
-    return _describe(name, dtype, family, vision=vision)[1]
-
-
-def _describe(
-    name: str,
-    dtype: str,
-    family: str = "auto",
-    families: Mapping[str, Family] = MappingProxyType({}),
-    vision: bool = True,
-    parts: tuple[pathlib.Path, ...] = (),
-) -> tuple[ModelFiles, Model]:
-    dtype = _dtype(dtype)
-    files = dataclasses.replace(open_model_files(model_folder(name)), parts=parts)
-    resolved = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
-    known = {**find_families(files.config_json, family), **families}
-    its = family_for(files.config_json, known)
-    model = describe(its, files.config_json, resolved, name)
-    if model.config.tied:
-        files = with_stored_head(files, _untied(model), its.prefix)
-        model = describe(its, files.config_json, resolved, name)
-    if vision:
-        model = with_vision(model, _vision(files, its, model), resolved)
-    if files.quantized:
-        model = model.with_specs(files.stored(files.named(model.specs, its.prefix), resolved), resolved)
-    return files, model
-
-
-def _vision(files: ModelFiles, family: Family, model: Model) -> Vision | None:
-    """Return the vision tower of a checkpoint; None: it has none, one that is not supported, or no image processor."""
-    its = family.vision or vision_family_for(files.whole_json)
-    jsons = {name: read_json_object(path) for name in PROCESSOR_FILES if (path := files.path / name).exists()}
-    if its is None or not (family.vision or (files.left_out and jsons)):
-        return None
-    config = its.config(files.whole_json)
-    width, hidden = config.width // (1 + config.deep), model.config.hidden_size
-    if width != hidden:
-        raise ConfigError(f"config.json: vision_config has outputs of {width} numbers, and hidden_size is {hidden}")
-    try:
-        processor = its.processor(files.whole_json, jsons)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return Vision(its.module(config), config, its, processor)
-
-
-def _untied(model: Model) -> ParamTree:
-    """Return the parameter specs of the model with an untied LM head."""
-    specs: ParamTree = model.family.param_specs(dataclasses.replace(model.config, tied=False))
-    return specs
-
-
-def _dtype(name: str) -> str:
-    if (found := known_dtype(name)) is None:
-        raise CheckpointError(f"dtype = {name!r} must be one of {', '.join(DTYPES)}")
-    return found
-
-
-def _load(files: ModelFiles, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh) -> dict[str, Any]:
+def _place(model: Model, mesh: Mesh) -> Place:
+    """Return a function that places parameters on the stages of the mesh, as far as they are of this process."""
     parts, places = [set(part.model.params) for part in cut(model, mesh.shape["stage"])], stages(mesh)
 
     def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array | jax.ShapeDtypeStruct:
@@ -493,15 +388,34 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or str(model.dtype))
         return on_devices(param_sharding(local[0], spec), spec, fill)
 
-    return _filled(files, model, place, progress, check_finite)
+    return place
 
 
-def _filled(
-    files: ModelFiles, model: Model, place: Place, progress: Progress | None, check_finite: bool
-) -> dict[str, Any]:
-    tied = dict(walk_specs(_untied(model))).get(HEAD) if model.config.tied else None
-    heads = (source.name for source in tied.sources) if tied else ()
-    patterns = (*model.family.ignore, *getattr(model.config, "ignored", ()), *heads)
-    ignore = files.ignored(patterns, model.family.prefix)
-    specs = model.specs if files.quantized else files.named(model.specs, model.family.prefix)
-    return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)
+def _quantized(files: ModelFiles, model: Model, recipe: Recipe | None, config: QuantizationConfig) -> Model:
+    """Return a model that is described without weights, as it is when it has been quantised."""
+    if recipe is None:
+        return model
+    try:
+        return described(files, model, recipe)
+    except RecipeError as error:
+        raise refused(config, error) from error
+
+
+def abstract_model(
+    name: str,
+    dtype: str = "auto",
+    family: str = "auto",
+    vision: bool = True,
+    quantization: QuantizationConfig = _AS_IT_IS,
+) -> Model:
+    """Return the model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
+
+    Args:
+        name, dtype, family, vision, quantization: see `load_model`.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence with the reason.
+        EngineConfigError: the model cannot be quantised in this way.
+    """
+    files, model = describe_model(name, dtype, family, vision=vision)
+    return _quantized(files, model, recipe_for(files, quantization), quantization)

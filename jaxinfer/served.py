@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -45,12 +46,17 @@ _AT_ONCE = 1 << 30  # bytes that may be copied at once
 
 @dataclasses.dataclass(frozen=True)
 class WeightUpdate:
-    """Result of an update: version, bytes on a device, seconds of placing the arrays and of exchanging them."""
+    """Result of an update: version, bytes on a device, seconds of placing the arrays and of exchanging them.
+
+    Attributes:
+        errors: of `merge_lora`: the relative error of each weight that was quantised again, by path.
+    """
 
     version: int
     bytes: int
     seconds: float
     arrays: Mapping[str, weakref.ref[jax.Array]] = dataclasses.field(repr=False, compare=False)
+    errors: Mapping[str, float] = dataclasses.field(default=MappingProxyType({}), compare=False)
 
     @functools.cached_property
     def checksum(self) -> str:
@@ -146,6 +152,8 @@ class ServedModel[Engine: EngineMemory]:
             given = params_from(model, given, names=names, partial=partial, cast=cast)
         if self._dropped and partial and not drafts:
             raise wrong("partial", "=True: all parameters are needed after sleep(level=2)")
+        if model.folded and partial and any(name.startswith("layers_") for name in given):
+            raise wrong("partial", "=True: scales are folded into the layers (AWQ, SmoothQuant), so all are needed")
         specs = selected(model.specs, given, partial=partial)
         if not jax.tree.leaves(specs, is_leaf=is_spec):
             raise wrong("params", "has no parameter")
@@ -384,13 +392,17 @@ class WeightFrontend:
         """Serve the model with an adapter merged into its weights, see `merge_lora` and `update_weights`.
 
         Raises:
-            ValueError: the adapter does not fit, or one of its weights is quantised.
+            ValueError: the adapter does not fit, or one of its weights cannot be quantised again.
         """
         served = self._open()
         served.require_awake()
         paths = [path for path in (*adapter.deltas, *map(bias_path, adapter.deltas)) if _has(served.model.params, path)]
-        merged = merge_lora(_with_plain(served.model, paths), adapter).params
-        return self.update_weights(_only(merged, paths), version=version, mode=mode, partial=True)
+        errors: dict[str, float] = {}
+        merged = merge_lora(
+            _with_plain(served.model, paths), adapter, lambda path, error: errors.update({".".join(path): error})
+        )
+        made = self.update_weights(_only(merged.params, paths), version=version, mode=mode, partial=True)
+        return dataclasses.replace(made, errors=errors)
 
     def weight_checksums(self) -> dict[str, str]:
         """Return a digest of each served parameter, by path."""

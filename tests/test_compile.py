@@ -15,7 +15,7 @@ import pytest
 
 from jaxinfer.compile import Compilation, compile_for, main
 from jaxinfer.config import EngineConfig
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
 
 FLAGS = ["--max-model-len", "64", "--page-size", "32", "--prefill-sizes", "32", "--max-num-seqs", "2"]

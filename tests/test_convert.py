@@ -14,7 +14,8 @@ import pytest
 
 from jaxinfer.convert import main, size
 from jaxinfer.generate import main as generate
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
+from jaxinfer.opening import model_folder
 from jaxinfer.text import load_template
 from jaxinfer.weights import CheckpointError, save_params
 from jaxinfer.weights.native.manifest import MANIFEST

@@ -14,7 +14,8 @@ import pytest
 from jaxinfer.compilations import cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.generate import main
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
+from jaxinfer.opening import model_folder
 from jaxinfer.sampling_params import RequestError
 
 SMALL = ["--max-model-len", "128", "--max-num-seqs", "4"]  # one shape for all tests, so that programs are compiled once

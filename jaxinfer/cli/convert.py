@@ -43,9 +43,9 @@ def make_parser() -> Parser:
 def _add_quantisation(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
     group.add_argument("--quantize", choices=METHODS, help="quantisation method of the weights")
-    text = "calibration text, or .jsonl with texts (default: a built-in text)"
-    group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help=text)
-    group.add_argument("--samples", type=int, default=128, metavar="N", help="calibration samples (default: 128)")
+    text = "calibration text, or .jsonl with texts; built-in: a text of 20 kB, for trials"
+    group.add_argument("--calibration", "--calibration-data", metavar="FILE", help=text)
+    group.add_argument("--samples", type=int, default=512, metavar="N", help="calibration samples (default: 512)")
     group.add_argument("--sequence-length", type=int, default=512, metavar="N", help="tokens per sample (default: 512)")
     group.add_argument("--bits", type=int, metavar="N", help="int4, gptq, awq: bits per weight (default: 4)")
     group.add_argument("--group-size", type=int, metavar="N", help="inputs per scale; -1: all inputs (default: 128)")

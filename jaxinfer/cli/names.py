@@ -52,8 +52,10 @@ def our_words(words: Sequence[str], options: Options, always: Mapping[str, Alway
     return found
 
 
-def _switched(action: argparse.Action, on: bool) -> list[str]:
+def _switched(action: argparse.Action, on: bool | str) -> list[str]:
     flag = action.option_strings[0]
+    if isinstance(on, str):
+        return [flag, on]
     if isinstance(action, argparse.BooleanOptionalAction):
         return [flag if on else f"--no-{flag.removeprefix('--')}"]
     return [flag, "on" if on else "off"]

@@ -29,6 +29,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "max_model_len": ("context_length", "ctx_size", "max_seq_len", "c"),
         "memory_utilization": ("gpu_memory_utilization", "mem_fraction_static", "kv_cache_free_gpu_memory_fraction"),
         "kv_cache_bytes": ("kv_cache_memory_bytes",),
+        "quantization": ("q",),
         "num_pages": ("num_gpu_blocks_override",),
         "page_size": ("block_size", "tokens_per_block"),
         "swap_space_gib": ("swap_space",),
@@ -68,7 +69,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Names of settings in vLLM, SGLang, llama.cpp and TensorRT-LLM by ours, those of `jaxinfer bench` last; accepted
 wherever ours are."""
 
-SWITCHES: Mapping[str, tuple[str, bool]] = MappingProxyType(
+SWITCHES: Mapping[str, tuple[str, bool | str]] = MappingProxyType(
     {
         "disable_log_requests": ("log_requests", False),
         "disable_uvicorn_access_log": ("log_requests", False),
@@ -77,9 +78,11 @@ SWITCHES: Mapping[str, tuple[str, bool]] = MappingProxyType(
         "no_cache_prompt": ("enable_prefix_caching", False),
         "cache_prompt": ("enable_prefix_caching", True),
         "disable_overlap_schedule": ("async_scheduling", False),
+        "load_in_4bit": ("quantization", "nf4"),
+        "load_in_8bit": ("quantization", "int8"),
     }
 )
-"""Switches of other engines: our setting and its value."""
+"""Switches of other engines: our setting, and its value if the switch is on."""
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -147,7 +150,7 @@ ALWAYS: Mapping[str, Always] = MappingProxyType(
         "cpu_offload_gb": Always(
             r"0(\.0+)?",
             "weights must fit into device memory: more devices by "
-            "tensor_parallel_size, or fewer bytes by `jaxinfer convert --quantize`; swap_space_gib is for the KV cache",
+            "tensor_parallel_size, or fewer bytes by quantization; swap_space_gib is for the KV cache",
         ),
         "mlock": Always("true", "weights are in device memory"),
         "no_mmap": Always("true", "weights are in device memory"),
@@ -191,7 +194,7 @@ _EXPERTS = "expert_parallel_size is the number of groups of devices"
 HINTS: Mapping[str, str] = MappingProxyType(
     {
         "api_key": _KEYS,
-        "quantization": "it is recognised from the checkpoint, and `jaxinfer convert --quantize` makes one",
+        "quantization_config": "quantization is the method, and quantization_group_size belongs to it",
         "enable_expert_parallel": _EXPERTS,
         "chunked_prefill_size": _OF_A_STEP,
         "long_prefill_token_threshold": _OF_A_STEP,
@@ -388,13 +391,21 @@ def _translated(name: str, value: Any, known: Collection[str]) -> Iterator[tuple
     elif ours in known:
         yield ours, method_of(value) if ours == "speculative" else value
     elif (switch := SWITCHES.get(name)) is not None and switch[0] in known and isinstance(value, bool):
-        yield switch[0], switch[1] is value
+        yield from _switched(*switch, value)
     elif name == "speculative_config":
         yield from speculative_settings(value).items()
     elif name not in ALWAYS:
         yield name, value
     else:
         require_always(name, value)
+
+
+def _switched(ours: str, value: bool | str, on: bool) -> Iterator[tuple[str, bool | str]]:
+    """Yield our setting for a switch; one that stands for a name is off where there is none."""
+    if isinstance(value, bool):
+        yield ours, value is on
+    elif on:
+        yield ours, value
 
 
 def require_always(name: str, value: Any, always: Mapping[str, Always] = ALWAYS) -> None:

@@ -12,6 +12,7 @@ from jaxinfer.config.defaults import CPU, Defaults
 from jaxinfer.config.images import ImageConfig, ImageNeeds
 from jaxinfer.config.lora import LoRAConfig
 from jaxinfer.config.parallel import ParallelConfig
+from jaxinfer.config.quantization import QuantizationConfig
 from jaxinfer.config.speculative import GRAMMAR, HEADS, SpeculativeConfig
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
@@ -114,7 +115,14 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(
-    ImageConfig, LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig
+    ImageConfig,
+    LoRAConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    CacheConfig,
+    SchedulerConfig,
+    QuantizationConfig,
+    ExecutionConfig,
 ):
     """Settings of an engine, all groups in one; None: chosen by `resolve`."""
 
@@ -294,6 +302,8 @@ def check(config: EngineConfig) -> None:
     _require_simple(config)
     _require_dp_attention(config)
     _require_even_tokens(config)
+    for fault in config.faults():
+        _require(False, *fault)
     length, rows, tokens = config.max_model_len, config.max_prefill_rows, config.max_num_batched_tokens
     _require(length is None or length >= 2, "max_model_len", length, "must be at least 2")
     _require(rows is None or rows >= 1, "max_prefill_rows", rows, "must be at least 1")

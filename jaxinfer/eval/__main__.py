@@ -14,7 +14,7 @@ from jaxinfer.cli.eval import LONGEST
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.eval.perplexity import Perplexity, measure
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LOADING_ERRORS
+from jaxinfer.opening import LOADING_ERRORS
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.weights.progress import counting_bar
 

@@ -9,30 +9,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Array, Float, Shaped
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.module_paths import input_axis, with_tied_head
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import without_copies
-from jaxinfer.quant import dense, is_stored
+from jaxinfer.quant import Quantized, Split, dense, is_stored
 from jaxinfer.quant.banks import weight_path
+from jaxinfer.quant.make.again import LayoutError, quantized_again
 from jaxinfer.types import EMBEDDING, HEAD, ParamSpec, ParamTree, walk_specs
 
 Path = tuple[str, ...]
 
 
-def merge_lora(model: Model, adapter: Adapter) -> Model:
+Report = Callable[[Path, float], None]
+
+
+def merge_lora(model: Model, adapter: Adapter, report: Report | None = None) -> Model:
     """Return the model with an adapter merged into its weights, without run-time cost.
 
     The sum is computed in float32 and rounded to the weight's dtype once, so in bfloat16 results differ slightly from
-    those of an unmerged adapter.
+    those of an unmerged adapter. A quantised weight is dequantised, and the sum is rounded to nearest in its layout.
+
+    Args:
+        report: called for each weight that is quantised again, with its path and its relative error: the norm of what
+            rounding changes over that of the sum.
 
     Raises:
-        ValueError: the adapter does not fit this model, one of its weights is quantised or a tied embedding table, or
-            the adapter adds a bias that the model does not have.
+        ValueError: the adapter does not fit this model, one of its weights is a tied embedding table or cannot be
+            quantised again, or the adapter adds a bias that the model does not have.
     """
+    if model.folded:
+        raise ValueError(f"adapter: it does not fit {model.name}, whose inputs are scaled by its quantisation")
     specs = dict(walk_specs(declared(model)))
     params = dict(model.params)
     for path, delta in adapter.deltas.items():
@@ -40,7 +50,7 @@ def merge_lora(model: Model, adapter: Adapter) -> Model:
             raise ValueError(f"adapter: {'/'.join(path)} is tied: the table of embeddings and the head are one array")
         if path not in specs:
             raise ValueError(f"adapter: the model {model.name} has no parameter {'/'.join(path)}")
-        _update(params, path, functools.partial(_merged, path, specs[path], delta))
+        _update(params, path, functools.partial(_merged, path, specs[path], delta, report))
         if delta.bias is not None:
             _update(params, bias_path(path), functools.partial(_with_bias, delta))
     return model.replace(params=params)
@@ -92,23 +102,29 @@ def _update(params: dict[str, Any], path: Path, change: Callable[[Any], Any]) ->
     params[path[-1]] = change(params[path[-1]])
 
 
-def _merged(path: Path, spec: ParamSpec, delta: Delta, weight: Any) -> jax.Array:
-    if is_stored(weight):
-        raise ValueError(
-            f"adapter: {'/'.join(path)} is stored as {_storage(weight)}, and no product of low rank fits "
-            f"into that: merge into the model before it is quantised"
-        )
+def _merged(path: Path, spec: ParamSpec, delta: Delta, report: Report | None, weight: Any) -> Any:
+    if isinstance(weight, Quantized | Split):
+        return _requantized(path, weight, _sum(dense(weight).astype(jnp.float32), delta, spec), report)
     axis = input_axis(path, spec)
-    change = jnp.einsum("...or,...ri->...oi", _flat(delta, spec), delta.a, precision=jax.lax.Precision.HIGHEST)
-    outputs_first = jnp.moveaxis(weight.astype(jnp.float32), axis, -1)
-    total = outputs_first + change.reshape(outputs_first.shape)
-    if delta.magnitude is not None:
-        total = total * delta.magnitude[..., None]
+    total = _sum(jnp.moveaxis(weight.astype(jnp.float32), axis, -1), delta, spec)
     return jnp.moveaxis(total, -1, axis).astype(weight.dtype)
 
 
-def _storage(weight: Any) -> str:
-    return type(getattr(weight, "layout", weight)).__name__
+def _sum(weight: Float[Array, "*out k"], delta: Delta, spec: ParamSpec) -> Float[Array, "*out k"]:
+    change = jnp.einsum("...or,...ri->...oi", _flat(delta, spec), delta.a, precision=jax.lax.Precision.HIGHEST)
+    total = weight + change.reshape(weight.shape)
+    return total if delta.magnitude is None else total * delta.magnitude[..., None]
+
+
+def _requantized(path: Path, like: Any, total: Float[Array, "*out k"], report: Report | None) -> Any:
+    try:
+        made = quantized_again(like, total)
+    except LayoutError as error:
+        raise ValueError(f"adapter: {'/'.join(path)} cannot be quantised again: {error}") from error
+    if report is not None:
+        lost = jnp.linalg.norm(jnp.ravel(dense(made).astype(jnp.float32) - total))
+        report(path, float(lost / jnp.linalg.norm(jnp.ravel(total))))
+    return made
 
 
 def _flat(delta: Delta, spec: ParamSpec) -> Shaped[Any, "*experts out rank"]:

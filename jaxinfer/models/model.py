@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -71,6 +72,8 @@ class Model:
         specs: a tree like ``params`` with a `ParamSpec` for each array; default: declared by the family.
         cache_spec: the KV cache that the model needs; default: declared by the family.
         draft: a smaller draft model with the same vocabulary (docs/speculation.md).
+        folded: scales of inputs are folded into the layers (AWQ, SmoothQuant), so that single weights and adapters of
+            the checkpoint's model do not fit.
         vision: the vision tower, whose parameters are ``params["vision"]``; None: the model takes text alone.
     """
 
@@ -87,6 +90,7 @@ class Model:
     cache_spec: CacheSpec = _DECLARED
     draft: Model | None = dataclasses.field(default=None, compare=False)
     vision: Vision | None = None
+    folded: bool = False
 
     def __post_init__(self) -> None:
         if self.specs is _DECLARED or self.cache_spec is _DECLARED:
@@ -100,7 +104,7 @@ class Model:
     def __repr__(self) -> str:
         leaves = [leaf for leaf in jax.tree.leaves(self.params) if isinstance(leaf, jax.Array)]
         devices = {device for leaf in leaves if not isinstance(leaf, Tracer) for device in leaf.devices()}
-        numbers = sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_stored))
+        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params, is_leaf=is_stored))
         parts = [
             type(self.module).__name__,
             *([f"{_rounded(numbers)} parameters", str(self.dtype)] if numbers else []),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -22,8 +23,12 @@ from jaxinfer.quant.activation_hooks import InputStatistics, Observed, Orientati
 from jaxinfer.quant.make.recipe import RecipeError
 from jaxinfer.weights.tree import Path
 
-# Default text: prose, dialogue, facts, code, tables and several languages, written for this purpose.
-BUILT_IN = pathlib.Path(__file__).with_name("calibration.txt")
+_log = logging.getLogger("jaxinfer")
+
+BUILT_IN = "built-in"
+"""Name of the package's own text of 20 kB: prose, dialogue, facts, code, tables and several languages."""
+
+_OWN_TEXT = pathlib.Path(__file__).with_name("calibration.txt")
 
 _MOST_BYTES = 1 << 28  # bytes of a calibration file
 
@@ -51,21 +56,24 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-def read_calibration(path: pathlib.Path, tokenizer: Encoder, samples: int = 128, length: int = 512) -> Calibration:
-    """Return samples of ``length`` tokens, evenly spaced over a text; fewer than ``samples`` if the text is short.
+def read_calibration(text: str, tokenizer: Encoder, samples: int = 512, length: int = 512) -> Calibration:
+    """Return samples of ``length`` tokens, evenly spaced over a text; with a warning fewer, if the text is short.
 
     Args:
-        path: UTF-8 text, or with the suffix ``.jsonl`` an object with a ``text`` on each line.
+        text: a file of UTF-8 text, or with the suffix ``.jsonl`` of an object with a ``text`` on each line; or
+            `BUILT_IN`.
 
     Raises:
         RecipeError: the file cannot be read, is larger than 256 MB, or is shorter than one sample.
     """
     ids: list[int] = []
-    for text in _texts(path):
-        ids += tokenizer.encode(text)
+    for part in _texts(_OWN_TEXT if text == BUILT_IN else pathlib.Path(text)):
+        ids += tokenizer.encode(part)
     whole = len(ids) // length
     if not whole:
-        raise RecipeError(f"{path} has {len(ids)} tokens, less than one sample of {length}: use a longer text")
+        raise RecipeError(f"{text} has {len(ids)} tokens, less than one sample of {length}: use a longer text")
+    if whole < samples:
+        _log.warning(f"calibration text {text} has {whole} samples of {length} tokens, not {samples}: use more text")
     taken = np.unique(np.linspace(0, whole - 1, min(samples, whole)).round().astype(int))
     return Calibration(np.asarray(ids[: whole * length], np.int32).reshape(whole, length)[taken])
 

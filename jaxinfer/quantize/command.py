@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.quantize.calibration import BUILT_IN, Calibration, read_calibration
+from jaxinfer.quantize.calibration import Calibration, read_calibration
 from jaxinfer.quantize.driver import quantize
 from jaxinfer.quantize.summary import Summary
 from jaxinfer.text import load_tokenizer
@@ -53,12 +52,8 @@ def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> 
 def _calibration(args: argparse.Namespace) -> Calibration:
     if args.samples < 1 or args.sequence_length < 2:
         raise RecipeError("--samples must be at least 1 and --sequence-length at least 2")
-    tokenizer = load_tokenizer(model_folder(args.source))
-    read = read_calibration(args.calibration or BUILT_IN, tokenizer, args.samples, args.sequence_length)
     if args.calibration is None:
-        samples, length = read.tokens.shape
-        sys.stderr.write(
-            f"calibrated on {samples} samples of {length} tokens of the built-in text: "
-            "--calibration FILE with text like that which will be served is better\n"
-        )
-    return read
+        needs = f"{args.samples} samples of {args.sequence_length} tokens, like that which will be served"
+        raise RecipeError(f"{args.quantize} needs a text, --calibration FILE, of {needs}; built-in is for trials")
+    tokenizer = load_tokenizer(model_folder(args.source))
+    return read_calibration(args.calibration, tokenizer, args.samples, args.sequence_length)

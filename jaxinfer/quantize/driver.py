@@ -11,20 +11,16 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.loading import open_model
-from jaxinfer.models.decoder import Decoder
-from jaxinfer.quant.activation_hooks import InputStatistics
+from jaxinfer.opening import open_model
+from jaxinfer.quant.make import Made, MadeCodebook
 from jaxinfer.quant.make.formats import tensors_of
-from jaxinfer.quant.make.gptq import enough_tokens
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.quantize.calibration import Calibration, embedded, observed, passed
-from jaxinfer.quantize.fold import Folder, Statistics, can_fold
+from jaxinfer.quantize.calibration import Calibration
 from jaxinfer.quantize.folder import TARGETS, Target
-from jaxinfer.quantize.layer import LayerWeights, Linear, linears, tensors
+from jaxinfer.quantize.layer import LayerWeights
+from jaxinfer.quantize.layerwise import first_hidden, quantized, require_layers, run
 from jaxinfer.quantize.summary import Summary
 from jaxinfer.quantize.work import Work
 from jaxinfer.weights import CheckpointError
@@ -32,7 +28,6 @@ from jaxinfer.weights.load import Progress
 from jaxinfer.weights.native.writer import Unfinished, unfinished
 from jaxinfer.weights.safetensors.reader import SafetensorsFile
 from jaxinfer.weights.safetensors.writer import write_tensors
-from jaxinfer.weights.tree import target_dtype
 
 _HIDDEN = "hidden-{:05}.safetensors"
 
@@ -66,28 +61,16 @@ def quantize(
     files, model = open_model(source, dtype, check_finite=check_finite)
     if files.quantized:
         raise CheckpointError(f"{source} is quantised already")
-    if not isinstance(model.module, Decoder):
-        raise RecipeError(f"{type(model.module).__name__} has no layers that can be run one by one")
-    if recipe.calibrated and model.module.bound is not None:
-        raise RecipeError(f"{recipe.method} runs layers one by one, and those of this model read {model.module.bound}")
     if recipe.calibrated and calibration is None:
         raise RecipeError(f"{recipe.method} needs samples of text")
     work = Work(files, model, recipe, calibration if recipe.calibrated else None)
-    _require_foldable(work)
+    require_layers(work)
     with unfinished(destination, _identity(work, output_format, check_finite)) as started:
         target = TARGETS[output_format](work, started)
         _write_layers(work, started, target, progress)
         (started.folder / _HIDDEN.format(work.layers)).unlink(missing_ok=True)
         target.finish()
     return work.summary
-
-
-def _require_foldable(work: Work) -> None:
-    for block in map(work.block, range(work.layers)):
-        if work.recipe.folded and not can_fold(block):
-            raise RecipeError(
-                f"{work.recipe.method} scales the inputs of layers, which is not known of {type(block).__name__}"
-            )
 
 
 def _identity(work: Work, output_format: str, check_finite: bool) -> dict[str, Any]:
@@ -112,9 +95,9 @@ def _write_layers(work: Work, started: Unfinished, target: Target, progress: Pro
     first, hidden = _start(work, started, target)
     for index in range(first, work.layers):
         layer = work.layer(index)
-        target.write(index, _quantized(work, layer, hidden))
-        if hidden is not None and work.calibration is not None:
-            passed(work.module, layer.block, layer.values, hidden, work.calibration)
+        target.write(index, _exported(work, layer, quantized(work, index, layer, hidden)))
+        if hidden is not None:
+            run(work, layer, hidden)
             _save_hidden(started, index + 1, hidden)
         if progress is not None:
             progress(index + 1, work.layers, f"layer {index}")
@@ -136,53 +119,14 @@ def _start(work: Work, started: Unfinished, target: Target) -> tuple[int, np.nda
         saved = started.folder / _HIDDEN.format(index)
         if saved.exists():
             return index, np.array(SafetensorsFile(saved).read("hidden"))
-    names = work.module.embeddings
-    params = jax.tree.map(jnp.asarray, {name: _arrays(work.model.params[name]) for name in names})
-    return 0, embedded(work.module, params, work.calibration, work.dtype)
+    return 0, first_hidden(work)
 
 
-def _arrays(tree: Any) -> Any:
-    return {key: _arrays(node) if isinstance(node, Mapping) else np.asarray(node) for key, node in tree.items()}
-
-
-def _quantized(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return the layer's tensors as written; the layer itself is left with the dequantized values."""
-    statistics = Statistics()
-    if hidden is not None and work.calibration is not None:
-        paths = tuple(path for path, spec in layer.specs.items() if spec.inputs is not None or path[-1] == "router")
-        gram = work.recipe.gram
-        statistics = observed(work.module, layer.block, layer.values, paths, hidden, work.calibration, gram)
-    if work.recipe.folded:
-        Folder(layer, statistics, work.recipe, work.recipe.grid(work.dtype)).fold()
-    made: dict[str, np.ndarray] = {}
-    done = set()
-    for linear in linears(layer.specs):
-        if not work.summary.kind(linear).reason:
-            made |= _make(work, layer, linear, statistics)
-            done.add(linear.name)
-    for name, (value, dtype) in tensors(layer.specs, layer.values).items():
-        if name not in done:
-            made[name] = value.astype(target_dtype(dtype or work.dtype))
-    return made
-
-
-def _make(work: Work, layer: LayerWeights, linear: Linear, statistics: Statistics) -> dict[str, np.ndarray]:
-    weight = layer.weight(linear)
-    made = work.recipe.made(jnp.asarray(weight), _gram(work, linear, statistics), work.dtype)
-    values = np.asarray(made.dequantize())
-    work.summary.kind(linear).add(weight, values)
-    layer.replace(linear, values)
-    return tensors_of(linear.module, made, work.stored)
-
-
-def _gram(work: Work, linear: Linear, statistics: Statistics) -> jax.Array | None:
-    """Return the Gram matrix of a weight's inputs; None if not needed, or for an expert that saw too few tokens."""
-    seen = statistics.get(linear.path)
-    if seen is None or not work.recipe.gram:
-        return None
-    if linear.expert is not None:
-        seen = InputStatistics(*(part[linear.expert] for part in seen))
-    if not enough_tokens(float(seen.rows), linear.shape[1]):
-        work.summary.kind(linear).starved += 1
-        return None
-    return jnp.asarray(seen.gram)
+def _exported(work: Work, layer: LayerWeights, made: Mapping[str, Made | MadeCodebook]) -> dict[str, np.ndarray]:
+    """Return the layer's tensors by name, in the recipe's format."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, weight in made.items():
+        tensors |= tensors_of(name.removesuffix(".weight"), weight, work.stored)
+    for name in (name for name in layer.places if name not in made):
+        tensors[name] = layer.tensor(name).astype(layer.dtype(name, work.dtype))
+    return tensors

@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxinfer.loading import write_companions
-from jaxinfer.quantize.layer import tensors
+from jaxinfer.opening import write_companions
+from jaxinfer.quantize.layer import gathered, places_of
 from jaxinfer.quantize.work import Work, layer_name
 from jaxinfer.types import walk_specs
 from jaxinfer.weights.memory import InMemoryCheckpoint, as_loaded
@@ -67,8 +67,9 @@ class HuggingFace:
         rest: dict[str, np.ndarray] = {}
         for path, spec in walk_specs(work.rest):
             dtype = dtype_of(spec, target_dtype(work.dtype))
-            named = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
-            rest |= {name: tensor.astype(dtype) for name, (tensor, _) in named.items()}
+            values = {path: np.asarray(work.value(path)).astype(np.float32)}
+            for name, places in places_of({path: spec}).items():
+                rest[name] = gathered(values, places).astype(dtype)
         write_tensors(folder / self._shard(work.layers), rest | work.tower)
         write_companions(work.files.path, folder)
         self._write_index()

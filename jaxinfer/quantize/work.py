@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxinfer.formats.multimodal import component
 from jaxinfer.layers.base import Layer
-from jaxinfer.loading import described_by
 from jaxinfer.models.model import Model
+from jaxinfer.opening import described_by
 from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quantize.calibration import Calibration
@@ -31,12 +31,14 @@ class Work:
 
     Attributes:
         calibration: None if the recipe needs none.
+        measures: compare quantised weights with the given ones, for the summary.
     """
 
     files: ModelFiles
     model: Model
     recipe: Recipe
     calibration: Calibration | None
+    measures: bool = True
 
     @property
     def module(self) -> Any:
@@ -91,10 +93,12 @@ class Work:
         return Summary(self.recipe, map(self.linears, range(self.layers)))
 
     def layer(self, index: int) -> LayerWeights:
-        """Read one layer."""
+        """Return one layer, read if it is to be run, and otherwise a weight at a time."""
         name = layer_name(index)
         specs = dict(walk_specs(self.specs[name]))
-        values = {path: np.array(self.value((name, *path)), np.float32) for path in specs}
+        values = {path: self.value((name, *path)) for path in specs}
+        if self.calibration is not None:
+            values = {path: np.array(value, np.float32) for path, value in values.items()}
         return LayerWeights(self.block(index), specs, values)
 
     def block(self, index: int) -> Layer:
@@ -119,7 +123,14 @@ class Work:
         config = {key: value for key, value in described_by(self.files, self.model).items() if key != "torch_dtype"}
         return {**config, "dtype": self.dtype, "quantization_config": self._quantization()}
 
+    def require_taken(self) -> None:
+        """Raise RecipeError if the recipe applies to none of the model's weights."""
+        if not any(map(self.taken, range(self.layers))):
+            advice = f": try {self.summary.advice}" if self.summary.advice else ""
+            raise RecipeError(f"{self.recipe.method} cannot take any weight of this model ({self._why()}){advice}")
+
     def _quantization(self) -> dict[str, Any]:
+        self.require_taken()
         dense: list[str] = []
         inside: dict[str, None] = {}
         for index in range(self.layers):
@@ -130,14 +141,11 @@ class Work:
                     inside[_within(module)] = None
                 else:
                     dense.append(module)
-        if not inside:
-            advice = f": try {self.summary.advice}" if self.summary.advice else ""
-            raise RecipeError(f"{self.recipe.method} cannot take any weight of this model ({self._why()}){advice}")
         return config_of(self.stored, dense, list(inside), self.towers)
 
-    def taken(self, index: int) -> set[str]:
-        """Return the names of a layer's weights that are quantised."""
-        return {linear.name for linear in self.linears(index) if not self.recipe.refusal(*linear.shape)}
+    def taken(self, index: int) -> dict[str, Linear]:
+        """Return the weights of a layer that are quantised, by name."""
+        return {linear.name: linear for linear in self.linears(index) if not self.recipe.refusal(*linear.shape)}
 
     def _why(self) -> str:
         reasons = (f"{linear.name}: {self.recipe.refusal(*linear.shape)}" for linear in self.linears(0))

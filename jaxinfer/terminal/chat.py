@@ -14,7 +14,7 @@ from jaxinfer.cli.interrupts import stopping
 from jaxinfer.images.processor import ImageError
 from jaxinfer.images.source import picture_of
 from jaxinfer.llm import LLM
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.terminal.start import in_one_sentence, start

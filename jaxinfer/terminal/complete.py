@@ -15,8 +15,8 @@ from typing import Any
 
 from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.llm import LLM
-from jaxinfer.loading import model_folder
 from jaxinfer.lora.door import LoRARequest
+from jaxinfer.opening import model_folder
 from jaxinfer.outputs import CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.arrays import arrays_json, expert_ids

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LOADING_ERRORS
 from jaxinfer.lora.store import LoRAError
+from jaxinfer.opening import LOADING_ERRORS
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
 ERRORS = (*LOADING_ERRORS, EngineConfigError, LoRAError, RequestError)

@@ -22,7 +22,7 @@ from jaxinfer.formats.multimodal import (
     text_model,
 )
 from jaxinfer.types import ParamTree, walk_specs
-from jaxinfer.weights.formats import mlx, quantized_weights
+from jaxinfer.weights.formats import mlx, quant_method, quantized_weights
 from jaxinfer.weights.formats.beside import PLACES, with_quantization
 from jaxinfer.weights.formats.fields import CONFIG_FILE
 from jaxinfer.weights.moe_stacks import with_experts
@@ -88,6 +88,11 @@ class ModelFiles:
     def quantized(self) -> bool:
         """Whether the checkpoint has quantised weights, as config.json declares or as its tensors show."""
         return self._described and (self.quantized_by == CONFIG_FILE or bool(self._stored[0]))
+
+    @property
+    def quant_method(self) -> str:
+        """Name of the method by which weights are quantised; "": config.json names none."""
+        return quant_method(self.config_json, self.quantized_by)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.parallel.processes import has_all, own_shards
-from jaxinfer.quant import Quantized, Unquantized, is_stored
+from jaxinfer.quant import Quantized, Split, Unquantized, is_stored
 from jaxinfer.quant.make.again import LayoutError, quantized_again
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import WeightsError
@@ -105,7 +105,7 @@ def fitted(
         return array(name, spec, value)
     if isinstance(value, type(spec)):
         return _stored_alike(name, spec, value, array)
-    if (plain := declared.get(path)) is None or not isinstance(spec, Quantized | Unquantized):
+    if (plain := declared.get(path)) is None or not isinstance(spec, Quantized | Split | Unquantized):
         raise wrong(name, f"must be a {type(spec).__name__}, like the served weight")
     if isinstance(spec, Unquantized):
         make = array(name, dataclasses.replace(plain, dtype=spec.weight.dtype), value)

@@ -77,6 +77,17 @@ class Deferred:
         value = self.fill(())
         return value if dtype is None else value.astype(dtype, copy=False)
 
+    def __getitem__(self, where: tuple[slice | int, ...]) -> np.ndarray:
+        """Read the part at an index of a `Source`, as numpy indexes an array."""
+        places = (*where, *(slice(None),) * (len(self.shape) - len(where)))
+        taken = [
+            range(size)[place if isinstance(place, slice) else slice(place, place + 1)]
+            for place, size in zip(places, self.shape, strict=True)
+        ]
+        block = self.fill(tuple(slice(each[0], each[-1] + 1) for each in taken))
+        steps = (slice(None, None, each.step) for each in taken)
+        return block[tuple(step if isinstance(at, slice) else 0 for at, step in zip(places, steps, strict=True))]
+
 
 def deferred(dtype: np.dtype[Any]) -> Place:
     """Return a ``place`` for `load_params` that leaves every parameter unread. ``dtype``: dtype of the model."""

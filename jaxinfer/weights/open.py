@@ -64,6 +64,10 @@ class GgufFiles(ModelFiles):
         return bool(self.opened.weights)
 
     @property
+    def quant_method(self) -> str:
+        return "gguf"
+
+    @property
     def _stored(self) -> tuple[Mapping[str, StoredWeight], frozenset[str]]:
         return self.opened.weights, frozenset()
 

@@ -52,6 +52,11 @@ RUN: dict[str, dict[str, Any]] = {
     "vllm serve a/b --enable-chunked-prefill": {"prefill_sizes": None},
     "vllm serve a/b --enable-chunked-prefill=True --max-num-seqs 4": {"max_num_seqs": 4},
     "vllm serve --enable-chunked-prefill a/b": {"model": "a/b"},
+    "vllm serve a/b --quantization awq": {"quantization": "awq"},
+    "vllm serve a/b -q fp8": {"quantization": "fp8"},
+    "vllm serve a/b --quantization bitsandbytes --load-format auto": {"quantization": "bitsandbytes"},
+    "vllm serve a/b --load-in-4bit": {"quantization": "nf4"},
+    "llama-cli -m a/b --load-in-8bit": {"quantization": "int8"},
     "vllm serve a/b --enable-prefix-caching": {"enable_prefix_caching": True},
     "vllm serve a/b --no-enable-prefix-caching": {"enable_prefix_caching": False},
     "vllm serve a/b --use-v2-block-manager": {"model": "a/b"},
@@ -221,7 +226,7 @@ RUN: dict[str, dict[str, Any]] = {
     },
 }
 ANSWERED = {
-    "vllm serve a/b --quantization awq": "jaxinfer convert --quantize",
+    "vllm serve a/b --quantization fp9": "quantization = fp9",
     "vllm serve a/b --api-key secret": "jaxinfer keys new",
     "vllm serve a/b --no-enable-chunked-prefill": "prefill_sizes",
     "vllm serve a/b --cpu-offload-gb 10": "tensor_parallel_size",

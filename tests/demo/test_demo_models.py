@@ -12,8 +12,9 @@ import pytest
 
 import jaxinfer
 from jaxinfer.draft_heads import load_head
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
+from jaxinfer.opening import model_folder
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import SamplingParams
 from tools.train_demo import corpus

@@ -76,9 +76,34 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_model(str(folder / "int8"), dtype="float32", show_progress=False)
 
 
-def test_stored_weights_are_refused_by_their_storage(stored: Model, adapter: Adapter):
-    with pytest.raises(ValueError, match=r"layers_0/attention/qkv is stored as Grouped.*before it is quantised"):
-        merge_lora(stored, adapter)
+def test_stored_weights_are_quantised_again(stored: Model, adapter: Adapter):
+    errors: dict[tuple[str, ...], float] = {}
+    merged = merge_lora(stored, adapter, errors.__setitem__)
+    assert set(errors) == set(adapter.deltas)
+    assert len(errors) == 2
+    for path, delta in adapter.deltas.items():
+        before, after = (model.params[path[0]][path[1]][path[2]] for model in (stored, merged))
+        assert jax.tree.structure(after) == jax.tree.structure(before)
+        exact = np.asarray(before.dequantize(), np.float64) + np.einsum("kgdr,ri->kgdi", delta.b, delta.a)
+        lost = np.asarray(after.dequantize(), np.float64) - exact
+        assert (np.abs(lost) <= 0.501 * np.asarray(after.arrays["scales"])).all()
+        assert errors[path] == pytest.approx(np.linalg.norm(lost) / np.linalg.norm(exact), rel=1e-3)
+        assert 0 < errors[path] < 0.01
+
+
+def test_a_layout_that_is_not_rounded_to_is_refused_with_its_weight(stored: Model, adapter: Adapter):
+    """As blocks of GGUF are, which another program makes."""
+    params = {name: dict(node) for name, node in stored.params.items()}
+    qkv = params["layers_0"]["attention"]["qkv"]
+    changed = dataclasses.replace(qkv, layout=dataclasses.replace(qkv.layout, factor=0.5))
+    params["layers_0"]["attention"] = {**params["layers_0"]["attention"], "qkv": changed}
+    with pytest.raises(ValueError, match="layers_0/attention/qkv cannot be quantised again: Grouped"):
+        merge_lora(stored.replace(params=params), adapter)
+
+
+def test_folded_weights_are_refused(stored: Model, adapter: Adapter):
+    with pytest.raises(ValueError, match="scaled"):
+        merge_lora(stored.replace(folded=True), adapter)
 
 
 def test_the_models_own_weights_are_dequantised(stored: Model, model: Model):

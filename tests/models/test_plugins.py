@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from jaxinfer import LLM
-from jaxinfer.loading import abstract_model, model_folder
+from jaxinfer.loading import abstract_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.plugins import find_families
 from jaxinfer.models.registry import LLAMA
+from jaxinfer.opening import model_folder
 from jaxinfer.serve.core.__main__ import build
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig

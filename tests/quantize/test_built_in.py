@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
+from jaxinfer.opening import model_folder
 from jaxinfer.quantize import BUILT_IN, Recipe, quantize, read_calibration
 from jaxinfer.text import load_tokenizer
 
@@ -29,13 +30,13 @@ def test_it_is_nearly_as_good_as_ones_own(test_data: pathlib.Path, tmp_path: pat
 
     exact = logprobs("demo-draft")
 
-    def divergence(name: str, method: str, path: pathlib.Path | None) -> float:
+    def divergence(name: str, method: str, path: str | None) -> float:
         recipe = Recipe(method, group_size=64, symmetric=False, weight_format="compressed-tensors")
         samples = None if path is None else read_calibration(path, tokenizer, 32, LENGTH)
         quantize("demo-draft", tmp_path / name, recipe, samples, output_format="orbax")
         return float((np.exp(exact) * (exact - logprobs(str(tmp_path / name)))).sum(-1).mean())
 
     rounded = divergence("rounded", "int4", None)
-    mine, built_in = divergence("own", "gptq", own), divergence("built-in", "gptq", BUILT_IN)
+    mine, built_in = divergence("own", "gptq", str(own)), divergence("built-in", "gptq", BUILT_IN)
     assert mine < built_in < 0.65 * rounded
     assert built_in < 1.35 * mine

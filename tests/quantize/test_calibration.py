@@ -90,13 +90,13 @@ class Letters:
 def test_samples_are_spread_over_the_text(tmp_path: pathlib.Path):
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(65 + index) * 10 for index in range(26)))
-    read = read_calibration(path, Letters(), samples=4, length=10)
+    read = read_calibration(str(path), Letters(), samples=4, length=10)
     assert read.tokens[:, 0].tolist() == [65, 65 + 8, 65 + 17, 65 + 25]
     assert read.tokens.shape == (4, 10)
-    assert read_calibration(path, Letters(), samples=100, length=100).tokens.shape == (2, 100)
+    assert read_calibration(str(path), Letters(), samples=100, length=100).tokens.shape == (2, 100)
     lines = tmp_path / "text.jsonl"
     lines.write_text("\n".join(json.dumps({"text": "x" * 7}) for _ in range(3)) + "\n")
-    assert read_calibration(lines, Letters(), length=20).tokens.tolist() == [[120] * 20]
+    assert read_calibration(str(lines), Letters(), length=20).tokens.tolist() == [[120] * 20]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_bad_text_is_refused(tmp_path: pathlib.Path, name: str, content: bytes
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(RecipeError, match=sentence):
-        read_calibration(tmp_path / name, Letters(), length=10)
+        read_calibration(str(tmp_path / name), Letters(), length=10)
 
 
 def test_a_digest_tells_samples_apart():

@@ -160,9 +160,9 @@ def test_what_cannot_be_done_is_refused(source: pathlib.Path, tmp_path: pathlib.
         quantize(str(source), tmp_path / "made", Recipe("int8"))
     with pytest.raises(CheckpointError, match="is quantised already"):
         quantize(str(tmp_path / "made"), tmp_path / "again", Recipe("int8"))
-    gemma = folder_of("gemma2-window", tmp_path / "gemma")
-    with pytest.raises(RecipeError, match="is not known of Gemma"):
-        quantize(str(gemma), tmp_path / "again", Recipe("awq", group_size=16), samples())
+    olmo = folder_of("olmo2-hub", tmp_path / "olmo")
+    with pytest.raises(RecipeError, match="no norm is before"):
+        quantize(str(olmo), tmp_path / "again", Recipe("smoothquant"), samples())
     assert not (tmp_path / "again.unfinished").exists()
     (tmp_path / "mine.unfinished").mkdir()
     (tmp_path / "mine.unfinished" / "notes.txt").write_text("keep")

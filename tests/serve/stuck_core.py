@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.engine.execution.executor import LocalExecutor
-from jaxinfer.loading import LOADING_ERRORS
+from jaxinfer.opening import LOADING_ERRORS
 from jaxinfer.parallel.group import GroupError
 from jaxinfer.sampling import Sampled
 from jaxinfer.serve.core import process

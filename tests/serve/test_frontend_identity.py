@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jaxinfer.llm import LLM
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from jaxinfer.outputs import CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.api.requests import Call, Conversation, ModelCard

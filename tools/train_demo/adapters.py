@@ -21,13 +21,14 @@ import optax
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import declared
 from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.lora.peft.write import save_adapter
 from jaxinfer.lora.trainable import init_adapter
 from jaxinfer.models.model import Model
+from jaxinfer.opening import model_folder
 from tools.train_demo import corpus
 from tools.train_demo.evaluate import Scorer
 from tools.train_demo.styles import STYLES, Style

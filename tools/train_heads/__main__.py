@@ -19,7 +19,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxinfer.config.aliases import DEMO_FOLDERS
-from jaxinfer.loading import load_model, model_folder
+from jaxinfer.loading import load_model
+from jaxinfer.opening import model_folder
 from tools.train_demo import corpus
 from tools.train_heads import heads
 from tools.train_heads.evaluate import SPEAKERS, TEMPERATURES, acceptance, engine

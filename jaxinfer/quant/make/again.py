@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxinfer.quant.layouts import Codebook, Grouped, Parts
 from jaxinfer.quant.make.codebooks import FP4, NF4
 from jaxinfer.quant.make.grid import IntegerGrid
 from jaxinfer.quant.make.rtn import codebook, float8, integers, mxfp4
-from jaxinfer.quant.storage import Quantized
+from jaxinfer.quant.storage import Quantized, Split
 
 _BITS = {"int4": 4, "int8": 8}
 _BLOCK = 128  # outputs that share the scale of a block of float8
@@ -20,16 +24,25 @@ class LayoutError(ValueError):
     """Error for a layout in which no new values can be stored; the message is a clause with the reason."""
 
 
-def quantized_again(like: Quantized, weight: Float[Array, "*out k"]) -> Quantized:
+def quantized_again[Stored: (Quantized, Split)](like: Stored, weight: Float[Array, "*out k"]) -> Stored:
     """Return new values of a weight in the layout of ``like``, whose arrays may be specs.
 
     Raises:
         LayoutError: values in this layout are made from statistics, or by another program.
     """
+    if isinstance(like, Split):
+        ends = np.cumsum([piece.shape[like.axis] for piece in like.pieces])[:-1]
+        parts = zip(like.pieces, jnp.split(weight, ends, axis=like.axis), strict=True)
+        dtype = next(piece.dtype for piece in like.pieces if isinstance(piece, Quantized))
+        return dataclasses.replace(like, pieces=tuple(_piece(piece, part, dtype) for piece, part in parts))
     parts = _made(like, weight.reshape(-1, weight.shape[-1]))
     arrays = {name: parts[name].reshape(*weight.shape[:-1], -1) for name in like.arrays}
     dtypes = {name: part.dtype for name, part in like.layout.parts(like.inputs).items()}
     return like.rebuilt({name: array.astype(dtypes[name]) for name, array in arrays.items()})
+
+
+def _piece(like: Any, weight: Float[Array, "*out k"], dtype: str) -> Any:
+    return quantized_again(like, weight) if isinstance(like, Quantized) else weight.astype(dtype)
 
 
 def _made(like: Quantized, weight: Float[Array, "out k"]) -> Parts:

@@ -14,8 +14,9 @@ import jax
 from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.engine.distributed.leader import FollowerMemory, follow, report_usage
 from jaxinfer.group_weights import FollowingWeights, LeadingWeights
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, open_weights, start_engine, start_follower
+from jaxinfer.loading import StartProgress, open_weights, start_engine, start_follower
 from jaxinfer.models.model import Model
+from jaxinfer.opening import LOADING_ERRORS, model_folder
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.api.requests import ModelCard

@@ -85,6 +85,12 @@ def quantized_weights(
     return MappingProxyType(weights), tensors.taken
 
 
+def quant_method(config_json: Mapping[str, Any], file: str = CONFIG_FILE) -> str:
+    """Return the method that config.json names or implies; "": none."""
+    config = _config(config_json, file)
+    return "" if config is None else str(config.values.get("quant_method", ""))
+
+
 def _config(config_json: Mapping[str, Any], file: str) -> Fields | None:
     """Return the quantisation fields at the top of config.json, or of ``text_config`` in a multimodal one."""
     within = config_json.get("text_config")

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.loading import model_folder
+from jaxinfer.opening import model_folder
 from jaxinfer.parallel.group import GroupError
 from jaxinfer.serve.core import group as groups
 from jaxinfer.serve.core.settings import CoreSettings
