@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxinfer.sampling.noise import PURPOSE_DRAW, exponentials, random_words
-from jaxinfer.sampling.reductions import Lanes, argmax, count, to_lanes, total
+from jaxinfer.sampling.reductions import Lanes, argmax, argmax_of_made, count, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.slots import SlotParams
 
@@ -41,8 +41,7 @@ def draw(
     """Draw a token in ``random`` rows, else return ``best``; also where every token is banned: then no weight is
     positive (or a number). A token of weight 0 is never drawn; of equal tokens the first is."""
     words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
-    chances = weights / exponentials(words, *weights.shape[1:])
-    peak, drawn = argmax(chances.reshape(len(chances), -1))
+    peak, drawn = argmax_of_made(weights / exponentials(words, *weights.shape[1:]))
     return jnp.where(random & (peak > 0), drawn, best)
 
 
