@@ -14,6 +14,8 @@ from jaxinfer.sampling.slots import SlotParams
 GREEDY_BELOW = 1e-5
 """Temperatures below this are treated as 0: float32 could not tell them apart. vLLM uses the same threshold."""
 
+_DROPPED = 100.0  # between the logits, with noise, of tokens that filters keep and drop
+
 Logits = Float32[Array, "rows vocab"]
 Rows = Bool[Array, " rows"]
 
@@ -40,9 +42,29 @@ def draw(
 ) -> Int32[Array, " rows"]:
     """Draw a token in ``random`` rows, else return ``best``; also where every token is banned: then no weight is
     positive (or a number). A token of weight 0 is never drawn; of equal tokens the first is."""
-    words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
-    peak, drawn = argmax_of_made(weights / exponentials(words, *weights.shape[1:]))
+    peak, drawn = argmax_of_made(weights / _noise(weights, slots, positions))
     return jnp.where(random & (peak > 0), drawn, best)
+
+
+def perturbed(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], active: Rows) -> Logits:
+    """Return logits of which the largest is what `select` takes: with temperature and noise in rows that draw. There,
+    tokens that a filter drops come after all others."""
+    random, vocab = is_random(slots, active), logits.shape[1]
+
+    def noisy() -> Logits:
+        peak, _ = argmax(logits)
+        weights = weights_of(logits, peak, slots, random)
+        kept, times = (each.reshape(len(logits), -1)[:, :vocab] for each in (weights > 0, _noise(weights, slots, positions)))
+        scaled = (logits - peak[:, None]) / jnp.where(random, slots.temperature, 1)[:, None]
+        return jnp.where(random[:, None], scaled - jnp.log(times) - jnp.where(kept, 0, _DROPPED), logits)
+
+    return lax.cond(jnp.any(random), noisy, lambda: logits)
+
+
+def _noise(weights: Lanes, slots: SlotParams, positions: Int32[Array, " rows"]) -> Lanes:
+    """Return the noise of a draw from these weights, see `jaxinfer.sampling.noise`."""
+    words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
+    return exponentials(words, *weights.shape[1:])
 
 
 def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
