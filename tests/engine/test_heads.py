@@ -116,7 +116,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 QUICK = {("demo", mode) for mode in CHANGES} | {("medusa", "paths"), ("eagle", "alone"), ("eagle3", "recomputed")}
 
 
-CHOICES = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [3, 0]]
+CHOICES = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [3]]
+TREE = [(0, 0, 0), (1,), (0, 1), (2,)]  # its first paths
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -136,14 +137,14 @@ def test_paths_are_those_of_a_static_tree(temperature: float, monkeypatch: pytes
             padded = np.zeros((1, LENGTH), np.int32)
             padded[0, : draft.start] = draft.sequence.tokens[: draft.start]
             by_rank = guesses(padded, draft.start)
-            for path, ranks in zip(draft.paths, [(0, 0, 0), (1,), (0, 1), (2,)], strict=False):
-                wrong += path != [int(by_rank[place, rank]) for place, rank in enumerate(ranks[: len(path)])]
+            named = [[int(by_rank[place, rank]) for place, rank in enumerate(ranks)] for ranks in TREE]
+            wrong += sum(not any(path == other[: len(path)] for other in named) for path in draft.paths)
         return result
 
     monkeypatch.setattr(Runner, "read", watched)
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=1)
     found = llm.generate(PROMPTS[:1], params)
-    assert (3, 1, 2) in shapes
+    assert shapes >= {tuple(map(len, TREE))}
     assert (wrong == 0) == (temperature == 0)
     plain = LLM(model, **SETTINGS).generate(PROMPTS[:1], params)
     assert found[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
