@@ -3,8 +3,8 @@
     git worktree add /tmp/before c5fe1031
     python benchmarks/draws.py /tmp/before
 
-Each side is a process with an engine, and the sampler's program by itself. Both take turns, in rotating order. Time is CPU
-time, in which other programs take less part; medians count.
+Each side is a process with an engine, and the sampler's program by itself. Both take turns, in rotating order. Time is
+CPU time, in which other programs take less part; medians count.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "top_p": 0.95},
     "top_k": {"temperature": 1.0, "top_k": 40},
 }
-# Script that runs in either checkout. Each line asks for a turn of one kind of rows, and is answered by the CPU seconds of
-# the sampler and of a step.
+# Script that runs in either checkout. Each line asks for a turn of one kind of rows, and is answered by the CPU seconds
+# of the sampler and of a step.
 _RUN = """
 import json, sys, time
 import jax, numpy as np
@@ -113,7 +113,13 @@ def figures(turns: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, flo
     step = statistics.median(one["there"][1] for one in turns)
     added = [(one["here"][0] - one["there"][0]) / step for one in turns]
     here, there = (statistics.median(one[name][0] for one in turns) for name in ("here", "there"))
-    return {"here": here, "there": there, "step": step, "added": statistics.median(added), "error": error_of_median(added)}
+    return {
+        "here": here,
+        "there": there,
+        "step": step,
+        "added": statistics.median(added),
+        "error": error_of_median(added),
+    }
 
 
 def line(kind: str, row: Mapping[str, float]) -> str:

@@ -54,11 +54,9 @@ def expand(
     )
 
 
-def deviations(
-    logits: Float[Array, "slots depth vocab"], count: int
-) -> Int[Array, "slots count depth"]:
-    """Return the path of the largest logits and the ``count - 1`` likeliest paths that differ from it in one token, where
-    the logits of a token do not depend on earlier ones (Medusa)."""
+def deviations(logits: Float[Array, "slots depth vocab"], count: int) -> Int[Array, "slots count depth"]:
+    """Return the path of the largest logits and the ``count - 1`` likeliest paths that differ from it in one token,
+    where the logits of a token do not depend on earlier ones (Medusa)."""
     chances = jax.nn.log_softmax(logits.astype(jnp.float32))
     slots, depth, vocab = chances.shape
     own = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -74,10 +72,8 @@ def deviations(
     return jnp.concatenate([own[:, None], paths], axis=1)
 
 
-def ranked(
-    logits: Float[Array, "slots depth vocab"], tree: Sequence[Sequence[int]]
-) -> Int[Array, "slots paths depth"]:
-    """Return the tokens at these ranks: ``tree[path][depth]`` counts from 0, the largest logit (Medusa's static trees)."""
+def ranked(logits: Float[Array, "slots depth vocab"], tree: Sequence[Sequence[int]]) -> Int[Array, "slots paths depth"]:
+    """Return the tokens at these ranks (Medusa's static trees): ``tree[path][depth]`` is 0 for the largest logit."""
     slots, depth, vocab = logits.shape
     ranks = jnp.asarray(tree, jnp.int32)
     _, tokens = best(logits.reshape(slots * depth, vocab), 1 + max(map(max, tree)))

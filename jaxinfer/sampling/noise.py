@@ -1,8 +1,8 @@
 """Noise of a draw: a function of seed, sample index, position and token, the same for a model and its drafter.
 
 A token is drawn by a race (the Gumbel-max trick): token v arrives at time E[v] / weight[v], where E[v] is exponential,
-and the first one wins, with probability weight[v] / sum(weight). In logarithms this is the largest logit / temperature +
-Gumbel noise. Two distributions with the same noise mostly draw the same token, at least with probability
+and the first one wins, with probability weight[v] / sum(weight). In logarithms this is the largest logit / temperature
++ Gumbel noise. Two distributions with the same noise mostly draw the same token, at least with probability
 (1 - d) / (1 + d) for a total variation distance d (Daliri et al. 2024, arXiv:2408.07978).
 """
 
@@ -41,8 +41,9 @@ def random_words(
 def exponentials(words: Words, blocks: int, lanes: int) -> Lanes:
     """Return exponentially distributed numbers of mean 1, one for each token: between 2**-57 and 24 ln 2.
 
-    A uniform number has 32 bits of the token's hash, which differ for all tokens of a row, and below them 24 bits of the
-    row: so the smallest ones, which win, are exact to float32, and a token of any probability above 2**-57 has its share.
+    A uniform number has 32 bits of the token's hash, which differ for all tokens of a row, and below them 24 bits of
+    the row: so the smallest ones, which win, are exact to float32, and a token of any probability above 2**-57 has its
+    share.
     """
     tokens = lax.broadcasted_iota(jnp.uint32, (1, blocks, lanes), 1) * lanes
     tokens += lax.broadcasted_iota(jnp.uint32, (1, blocks, lanes), 2)
@@ -53,7 +54,7 @@ def exponentials(words: Words, blocks: int, lanes: int) -> Lanes:
 
 
 def _mixed(word: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Permute 32-bit words: the multiply-xorshift hash of least bias in a search (github.com/skeeto/hash-prospector)."""
+    """Permute 32-bit words: the multiply-xorshift hash of least bias in github.com/skeeto/hash-prospector's search."""
     word = (word ^ word >> 16) * jnp.uint32(0x21F0AAAD)
     word = (word ^ word >> 15) * jnp.uint32(0x735A2D97)
     return word ^ word >> 15

@@ -46,7 +46,7 @@ def argmax(values: Float32[Array, "rows vocab"]) -> tuple[Float32[Array, " rows"
 
 
 def argmax_of_made(values: Lanes) -> tuple[Float32[Array, " rows"], Int32[Array, " rows"]]:
-    """Return the largest value and its first token, as `argmax` does, of values that are no NaN and are computed for it.
+    """Return the largest value and its first token, as `argmax` does, of values (no NaN) that are computed for it.
 
     A GPU takes one pass: the fusion that makes the values reduces them, and does not store them for a second one.
     """

@@ -30,6 +30,9 @@ class Typical(NamedTuple):
     alpha: float = 0.3
 
 
+TYPICAL = Typical()
+
+
 class Sampled(NamedTuple):
     """Sampled token of each row, or `NOT_FINITE`. ``logprobs`` are zeros in rows that did not request them. ``extras``:
     outputs for training; None: the step has none."""
@@ -52,7 +55,7 @@ def sample(
     asks: Asks | None = None,
     *,
     whole: bool = False,
-    typical: Typical = Typical(),
+    typical: Typical = TYPICAL,
 ) -> tuple[Sampled, SlotState]:
     """Choose the next token of every row.
 
@@ -147,7 +150,7 @@ Logits = Float32[Array, "rows vocab"]
 
 
 def take_typical(
-    tokens: Int32[Array, " rows"], logits: Logits, rows: SlotParams, drafts: DraftRows, typical: Typical = Typical()
+    tokens: Int32[Array, " rows"], logits: Logits, rows: SlotParams, drafts: DraftRows, typical: Typical
 ) -> Int32[Array, " rows"]:
     """Replace ``tokens`` in requesting rows by the draft fed at the next position, where it is typical.
 
@@ -176,7 +179,7 @@ def posterior(
     candidates: Int[Array, " candidates"],
     rows: SlotParams,
     asks: Bool[Array, " rows"],
-    typical: Typical = Typical(),
+    typical: Typical,
 ) -> tuple[Float32[Array, "rows candidates"], Float32[Array, " rows"]]:
     """Return each candidate's probability per row, after temperature and all filters, and the bound that it
     must exceed to be ``typical``. Banned tokens have probability 0."""

@@ -54,7 +54,9 @@ def perturbed(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"
     def noisy() -> Logits:
         peak, _ = argmax(logits)
         weights = weights_of(logits, peak, slots, random)
-        kept, times = (each.reshape(len(logits), -1)[:, :vocab] for each in (weights > 0, _noise(weights, slots, positions)))
+        kept, times = (
+            each.reshape(len(logits), -1)[:, :vocab] for each in (weights > 0, _noise(weights, slots, positions))
+        )
         scaled = (logits - peak[:, None]) / jnp.where(random, slots.temperature, 1)[:, None]
         return jnp.where(random[:, None], scaled - jnp.log(times) - jnp.where(kept, 0, _DROPPED), logits)
 

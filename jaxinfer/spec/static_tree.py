@@ -1,4 +1,4 @@
-"""Static draft trees, in the form of Medusa's ``medusa_choices``: a node is the ranks of the tokens up to it. No jax."""
+"""Static draft trees as Medusa's ``medusa_choices`` gives them: a node is the ranks of the tokens up to it. No jax."""
 
 from __future__ import annotations
 

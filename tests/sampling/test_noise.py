@@ -1,4 +1,4 @@
-"""Noise of draws: exponential down to rare tokens, unrelated across tokens, rows and seeds, and shared by two models."""
+"""Noise of draws: exponential down to rare tokens, unrelated across tokens, rows and seeds, shared by two models."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_each_number_is_that_of_its_row_and_token() -> None:
 
 def test_it_is_exponential_from_the_smallest_numbers_on() -> None:
     found = np.sort(noise(16, LARGE).ravel().astype(np.float64))
-    assert 0 < found[0]
+    assert found[0] > 0
     assert found[-1] < 17
     bins = np.concatenate([[0], 2.0 ** np.arange(-20, 4)])
     expected = np.diff(np.concatenate([-np.expm1(-bins), [1]]))
@@ -63,7 +63,7 @@ def test_the_first_of_a_large_vocabulary_is_exact() -> None:
 
 @pytest.mark.parametrize("weight", [1e-10, 1e-12])
 def test_the_rarest_tokens_have_their_share(weight: float) -> None:
-    """Below the smallest hash, numbers are spread evenly. One row in 2**32 has this hash: its key is made by inversion."""
+    """Below the smallest hash, numbers are spread evenly. One row in 2**32 has it: its key is made by inversion."""
     first = words(2**16)[:, 0]
     keys = np.stack([first, np.asarray(MIX(first))], axis=1)  # the hash of token 0 is that of 0, which is 0
     found = np.asarray(NOISE(keys, 1, LANES))[:, 0, 0].astype(np.float64)

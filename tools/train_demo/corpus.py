@@ -43,7 +43,7 @@ class Corpus:
     Attributes:
         tokenizer: has the special tokens of the dialogues, where there are speeches.
         begin: ids at the beginning of each text.
-        chat: makes of a piece of text the ids of a conversation that waits for an answer; None: only speeches are chats.
+        chat: makes of a piece of text the ids of a conversation that waits for an answer; None: speeches alone are.
     """
 
     stream: np.ndarray

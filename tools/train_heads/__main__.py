@@ -34,7 +34,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", default="demo", help="the model that they draft for (default demo)")
     parser.add_argument("--out", type=pathlib.Path, default=REPO / "jaxinfer" / "demo", help="gets medusa/ and eagle3/")
     parser.add_argument("--data", type=pathlib.Path, default=REPO.parent / "shared" / "data", help="the data folder")
-    parser.add_argument("--text", type=pathlib.Path, help="a text like what the model is to write (default: that of --data)")
+    parser.add_argument(
+        "--text", type=pathlib.Path, help="a text like what the model is to write (default: that of --data)"
+    )
     parser.add_argument(
         "--work-dir",
         type=pathlib.Path,

@@ -1,4 +1,4 @@
-"""The text that heads learn beside what the target writes, in the tokens of any model."""
+"""Training text of draft heads besides the output of the target, in the tokens of any model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LEAST = 4096  # tokens
 
 
 def corpus_of(target: Model, folder: pathlib.Path, text: str) -> Corpus:
-    """Return a text as the target's training data: speeches for a model with the demo model's special tokens, else plain
-    text and conversations by the chat template.
+    """Return a text as the target's training data: speeches for a model with the demo model's special tokens, else
+    plain text and conversations by the chat template.
 
     Args:
         folder: the target's files.

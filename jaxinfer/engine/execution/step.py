@@ -27,6 +27,7 @@ from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.quant.banks import Banked, with_banks
 from jaxinfer.quant.lora_weight import rows_of
 from jaxinfer.sampling import (
+    TYPICAL,
     DraftRows,
     Extras,
     Logprobs,
@@ -145,7 +146,7 @@ def make_decode(
     *,
     whole: bool = False,
     routed: bool = False,
-    typical: Typical = Typical(),
+    typical: Typical = TYPICAL,
 ) -> Callable[..., tuple[StepState, Sampled]]:
     """Make the decode program of a whole model, or of its last pipeline stage. All programs are pure; changed arguments
     are donated.

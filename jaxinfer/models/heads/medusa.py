@@ -76,7 +76,9 @@ def _choices(read: ConfigReader, guesses: int, vocab: int) -> tuple[tuple[int, .
     read.require(ranks, "medusa_choices", f"must have ranks from 0 to {min(vocab, _RANKS) - 1}")
     read.require(len({*nodes}) == len(nodes), "medusa_choices", "names a path twice")
     read.require(all(node[:-1] in {(), *nodes} for node in nodes), "medusa_choices", "lacks the beginning of a path")
-    read.require(max(map(len, nodes), default=0) <= guesses, "medusa_choices", f"has paths of more than {guesses} heads")
+    read.require(
+        max(map(len, nodes), default=0) <= guesses, "medusa_choices", f"has paths of more than {guesses} heads"
+    )
     return nodes
 
 
