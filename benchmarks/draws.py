@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for side in sides.values():
         side.communicate()
     rows = {kind: figures(turns) for kind, turns in found.items()}
-    result = record.base(options, cores, quiet.others(cores)) | {"rows": rows, "turns": found}
+    result = record.base(options, cores, quiet.others(cores)) | {"rows": rows}
     print(f"| {options.rows} rows | sampler, us | before | step, ms | added, of a step |\n|---|---|---|---|---|")
     print("\n".join([*(line(kind, row) for kind, row in rows.items()), *record.doubts(result)]))
     if options.out is not None:
