@@ -13,11 +13,17 @@ import jax
 
 from jaxinfer.layers import top_k
 from jaxinfer.quant import storage
-from jaxinfer.sampling import search
+from jaxinfer.sampling import reductions, search
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.grouped_matmul import groups
 
-_CHOOSERS: tuple[ModuleType, ...] = (top_k, search, groups, storage)  # modules whose every path XLA can compile
+_CHOOSERS: tuple[ModuleType, ...] = (
+    top_k,
+    search,
+    reductions,
+    groups,
+    storage,
+)  # modules whose every path XLA can compile
 
 
 def as_for_gpu(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -53,6 +53,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "speculative": ("speculative_algorithm",),
         "speculative_model": ("speculative_draft_model_path", "model_draft", "md"),
         "num_speculative_tokens": ("speculative_num_steps", "draft_max"),
+        "typical_threshold": ("typical_acceptance_sampler_posterior_threshold", "posterior_threshold"),
+        "typical_alpha": ("typical_acceptance_sampler_posterior_alpha", "posterior_alpha"),
         "target": ("base_url", "url"),
         "num_requests": ("num_prompts", "num_prompt"),
         "concurrency": ("max_concurrency",),
@@ -258,6 +260,8 @@ _SPECULATIVE: Mapping[str, str] = MappingProxyType(
         "num_speculative_tokens": "num_speculative_tokens",
         "prompt_lookup_min": "prompt_lookup_min",
         "prompt_lookup_max": "prompt_lookup_max",
+        "posterior_threshold": "typical_threshold",
+        "posterior_alpha": "typical_alpha",
     }
 )
 """Fields of vLLM's ``speculative_config``."""

@@ -151,6 +151,7 @@ class ResolvedEngine(_Chosen):
         host_pages: pages that fit into ``swap_space_gib``; 0 for a model with states, which are recomputed.
         images: properties of the vision tower; None: prompts have no images.
         encoder_sizes, encoder_cache_size: nothing without images.
+        draft_tree: ranks of the tokens of each path of a draft, where draft heads have a static tree; else nothing.
     """
 
     max_model_len: int
@@ -165,6 +166,7 @@ class ResolvedEngine(_Chosen):
     images: ImageNeeds | None
     encoder_sizes: tuple[int, ...]
     encoder_cache_size: int
+    draft_tree: tuple[tuple[int, ...], ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -356,6 +358,9 @@ def _require_simple(config: EngineConfig) -> None:
     _require(config.pipeline_parallel_size == 1 or config.multi_step == 1, "multi_step", config.multi_step, both)
     _require_draft_model(config)
     _require_grammars(config)
+    bound, factor = config.typical_threshold, config.typical_alpha
+    _require(0 <= bound <= 1, "typical_threshold", bound, "must be from 0 to 1")
+    _require(0 <= factor < math.inf, "typical_alpha", factor, "must be finite and not negative")
     swap = config.swap_space_gib
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization

@@ -29,6 +29,9 @@ class SpeculativeConfig:
         num_speculative_tokens: maximum draft tokens per sequence and step (Medusa: at most the number of heads).
         speculative_tree: maximum paths of a draft; 1: chains. Each further path takes idle rows and a copy of a page.
         speculative_adaptive: choose the draft length by measured step times and acceptance.
+        typical_threshold: highest bound of typical acceptance: requests for it keep drafts with a probability above it,
+            or above typical_alpha * exp(-entropy).
+        typical_alpha: factor of that bound.
         prompt_lookup_min: minimum n-gram length that the n-gram drafter matches.
         prompt_lookup_max: maximum n-gram length that it matches.
         suffix_cache_tokens: tokens of earlier answers that the suffix drafter keeps.
@@ -39,6 +42,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 4
     speculative_tree: int = 1
     speculative_adaptive: bool = True
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_cache_tokens: int = 1 << 18

@@ -2,7 +2,7 @@
 
 from jaxinfer.sampling.drafts import DraftRows, accepted
 from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs, wanted_logprobs
-from jaxinfer.sampling.sample import Sampled, guess, sample
+from jaxinfer.sampling.sample import TYPICAL, Sampled, Typical, guess, guess_scores, sample
 from jaxinfer.sampling.slots import (
     HostSlots,
     SlotParams,
@@ -17,6 +17,7 @@ from jaxinfer.sampling.training import Extras
 from jaxinfer.sampling_params import SamplingLimits
 
 __all__ = [
+    "TYPICAL",
     "DraftRows",
     "Extras",
     "HostSlots",
@@ -25,9 +26,11 @@ __all__ = [
     "SamplingLimits",
     "SlotParams",
     "SlotState",
+    "Typical",
     "accepted",
     "admit",
     "guess",
+    "guess_scores",
     "keep_slot",
     "neutral_slots",
     "new_state",

@@ -6,8 +6,12 @@ reduced over the blocks first: one vector operation per block.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
+
+from pallas_kernels.choice import lowering_target
 
 LANES = 128
 """Lanes of a block. Vocabularies that are no multiple of it are padded, which costs one copy."""
@@ -39,3 +43,20 @@ def argmax(values: Float32[Array, "rows vocab"]) -> tuple[Float32[Array, " rows"
     index = jnp.arange(vocab, dtype=jnp.float32)
     first = jnp.min(jnp.where(values == peak[:, None], index, vocab - 1), axis=-1)
     return peak, first.astype(jnp.int32)
+
+
+def argmax_of_made(values: Lanes) -> tuple[Float32[Array, " rows"], Int32[Array, " rows"]]:
+    """Return the largest value and its first token, as `argmax` does, of values (no NaN) that are computed for it.
+
+    A GPU takes one pass: the fusion that makes the values reduces them, and does not store them for a second one.
+    """
+    flat = values.reshape(len(values), -1)
+    if lowering_target().platform == "cpu":
+        return argmax(flat)
+
+    def larger(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        second = (other[0] > one[0]) | ((other[0] == one[0]) & (other[1] < one[1]))
+        return jnp.where(second, other[0], one[0]), jnp.where(second, other[1], one[1])
+
+    index = lax.broadcasted_iota(jnp.int32, flat.shape, 1)
+    return lax.reduce((flat, index), (-jnp.inf, jnp.iinfo(jnp.int32).max), larger, (1,))

@@ -12,12 +12,25 @@ from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_o
 from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
 from jaxinfer.sampling.processors import process, within
 from jaxinfer.sampling.reductions import LANES, argmax, to_lanes, total
-from jaxinfer.sampling.select import GREEDY_BELOW, select, weights_of
+from jaxinfer.sampling.select import GREEDY_BELOW, perturbed, select, weights_of
 from jaxinfer.sampling.slots import SlotParams, SlotState, first_rows
 from jaxinfer.sampling.training import Asks, Extras, draw_observed, observe
 
 NOT_FINITE = -1
 """Token value of a row with NaN or infinite logits."""
+
+
+class Typical(NamedTuple):
+    """Numbers of typical acceptance: a draft passes with a probability above ``min(threshold, alpha * exp(-entropy))``.
+
+    The defaults are Medusa's ``posterior_threshold`` and ``posterior_alpha``, as in its ``medusa_generate``.
+    """
+
+    threshold: float = 0.09
+    alpha: float = 0.3
+
+
+TYPICAL = Typical()
 
 
 class Sampled(NamedTuple):
@@ -42,6 +55,7 @@ def sample(
     asks: Asks | None = None,
     *,
     whole: bool = False,
+    typical: Typical = TYPICAL,
 ) -> tuple[Sampled, SlotState]:
     """Choose the next token of every row.
 
@@ -59,6 +73,7 @@ def sample(
         i; None: no slot is constrained.
         asks: the outputs for training that each row asks for; None: the program has none.
         whole: these may be of the whole vocabulary.
+        typical: bound of the drafts that rows with typical acceptance take.
     """
     raw = logits.astype(jnp.float32)
     rows = first_rows(slots, len(raw)) if drafts is None else params_of_rows(slots, drafts)
@@ -76,7 +91,7 @@ def sample(
         drawn = draw_observed(logits, processed, rows, positions, active, asks)
         tokens = drawn.tokens
     if drafts is not None:
-        tokens = take_typical(tokens, processed, rows, drafts)
+        tokens = take_typical(tokens, processed, rows, drafts, typical)
     logprobs, extras = wanted_logprobs(raw, tokens, active & rows.logprobs, max_logprobs), None
     if drawn is not None and asks is not None:
         logprobs, extras = observe(raw, drawn, tokens, rows, active, asks, whole)(logprobs)
@@ -98,10 +113,24 @@ def guess(
     generated: Int32[Array, " rows"],
     active: Bool[Array, " rows"],
 ) -> Int32[Array, " rows"]:
-    """Choose tokens as `sample` would from these logits, for a draft model: with the same random numbers, two models
-    that mostly agree draw the same token more often than either draws its most likely one. The state is unchanged."""
+    """Choose tokens as `sample` would from these logits, for a draft model: with the same noise, two models that mostly
+    agree draw the same token more often than either draws its most likely one. The state is unchanged."""
     processed = process(logits.astype(jnp.float32), slots, lambda: state, generated, active)
     return select(processed, slots, positions, active)
+
+
+def guess_scores(
+    logits: Float[Array, "rows vocab"],
+    slots: SlotParams,
+    state: SlotState,
+    positions: Int32[Array, " rows"],
+    generated: Int32[Array, " rows"],
+    active: Bool[Array, " rows"],
+) -> Float32[Array, "rows vocab"]:
+    """Return logits that rank the guesses, for drafts of several paths: the largest is `guess`'s token, and the model
+    takes the others in this order where that one fails, since the noise is in them."""
+    processed = process(logits.astype(jnp.float32), slots, lambda: state, generated, active)
+    return perturbed(processed, slots, positions, active)
 
 
 def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:
@@ -115,15 +144,13 @@ def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array
     )
 
 
-EPSILON, DELTA = 0.09, 0.3
-"""Medusa's ``posterior_threshold`` and ``posterior_alpha``, as in its ``medusa_generate``."""
 _TINY = 1e-5  # added to a probability before its logarithm: Medusa's value
 
 Logits = Float32[Array, "rows vocab"]
 
 
 def take_typical(
-    tokens: Int32[Array, " rows"], logits: Logits, rows: SlotParams, drafts: DraftRows
+    tokens: Int32[Array, " rows"], logits: Logits, rows: SlotParams, drafts: DraftRows, typical: Typical
 ) -> Int32[Array, " rows"]:
     """Replace ``tokens`` in requesting rows by the draft fed at the next position, where it is typical.
 
@@ -139,7 +166,7 @@ def take_typical(
     follows = drafts.behind().T & (drafts.positions == drafts.positions[:, None] + 1) & asks[:, None]
 
     def some() -> Int32[Array, " rows"]:
-        chances, least = posterior(logits, drafts.fed, rows, asks)
+        chances, least = posterior(logits, drafts.fed, rows, asks, typical)
         taken = jnp.where(follows & (chances > least[:, None]), chances, 0)
         best = jnp.argmax(taken, axis=1)  # the likeliest of several
         return jnp.where(jnp.any(taken > 0, axis=1), drafts.fed[best].astype(tokens.dtype), tokens)
@@ -152,13 +179,12 @@ def posterior(
     candidates: Int[Array, " candidates"],
     rows: SlotParams,
     asks: Bool[Array, " rows"],
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
+    typical: Typical,
 ) -> tuple[Float32[Array, "rows candidates"], Float32[Array, " rows"]]:
     """Return each candidate's probability per row, after temperature and all filters, and the bound that it
-    must exceed to be typical: ``min(epsilon, delta * exp(-entropy))``. Banned tokens have probability 0."""
+    must exceed to be ``typical``. Banned tokens have probability 0."""
     weights = weights_of(logits, argmax(logits)[0], rows, asks)
     chances = weights / jnp.maximum(total(weights), jnp.finfo(jnp.float32).tiny)[:, None, None]
     entropy = -total(chances * jnp.log(chances + _TINY))
     where = jnp.clip(candidates, 0, logits.shape[1] - 1)
-    return chances[:, where // LANES, where % LANES], jnp.minimum(epsilon, delta * jnp.exp(-entropy))
+    return chances[:, where // LANES, where % LANES], jnp.minimum(typical.threshold, typical.alpha * jnp.exp(-entropy))

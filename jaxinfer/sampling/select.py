@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxinfer.sampling.reductions import LANES, Lanes, argmax, count, to_lanes, total
+from jaxinfer.sampling.noise import PURPOSE_DRAW, exponentials, random_words
+from jaxinfer.sampling.reductions import Lanes, argmax, argmax_of_made, count, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.slots import SlotParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are treated as 0: float32 could not tell them apart. vLLM uses the same threshold."""
-PURPOSE_DRAW = 0
-"""Separates the sampler's randomness from other uses of a request's seed and positions."""
+
+_DROPPED = 100.0  # between the logits, with noise, of tokens that filters keep and drop
 
 Logits = Float32[Array, "rows vocab"]
 Rows = Bool[Array, " rows"]
@@ -27,8 +27,7 @@ def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], 
 
     def drawn() -> Int32[Array, " rows"]:
         weights = weights_of(logits, peak, slots, random)
-        words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
-        return draw(weights, words, random, best)
+        return draw(weights, slots, positions, random, best)
 
     return lax.cond(jnp.any(random), drawn, lambda: best)
 
@@ -39,12 +38,35 @@ def is_random(slots: SlotParams, active: Rows) -> Rows:
 
 
 def draw(
-    weights: Lanes, words: UInt32[Array, "rows 2"], random: Rows, best: Int32[Array, " rows"]
+    weights: Lanes, slots: SlotParams, positions: Int32[Array, " rows"], random: Rows, best: Int32[Array, " rows"]
 ) -> Int32[Array, " rows"]:
-    """Draw a token in ``random`` rows, else return ``best``; also where every token is banned: then no sum of weights
-    is positive (or a number)."""
-    drawn = _inverse_cdf(weights, words)
-    return jnp.where(random & (total(weights) > 0), drawn, best)
+    """Draw a token in ``random`` rows, else return ``best``; also where every token is banned: then no weight is
+    positive (or a number). A token of weight 0 is never drawn; of equal tokens the first is."""
+    peak, drawn = argmax_of_made(weights / _noise(weights, slots, positions))
+    return jnp.where(random & (peak > 0), drawn, best)
+
+
+def perturbed(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], active: Rows) -> Logits:
+    """Return logits of which the largest is what `select` takes: with temperature and noise in rows that draw. There,
+    tokens that a filter drops come after all others."""
+    random, vocab = is_random(slots, active), logits.shape[1]
+
+    def noisy() -> Logits:
+        peak, _ = argmax(logits)
+        weights = weights_of(logits, peak, slots, random)
+        kept, times = (
+            each.reshape(len(logits), -1)[:, :vocab] for each in (weights > 0, _noise(weights, slots, positions))
+        )
+        scaled = (logits - peak[:, None]) / jnp.where(random, slots.temperature, 1)[:, None]
+        return jnp.where(random[:, None], scaled - jnp.log(times) - jnp.where(kept, 0, _DROPPED), logits)
+
+    return lax.cond(jnp.any(random), noisy, lambda: logits)
+
+
+def _noise(weights: Lanes, slots: SlotParams, positions: Int32[Array, " rows"]) -> Lanes:
+    """Return the noise of a draw from these weights, see `jaxinfer.sampling.noise`."""
+    words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
+    return exponentials(words, *weights.shape[1:])
 
 
 def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
@@ -94,40 +116,3 @@ def _deviation(values: Lanes, peak: Float32[Array, " rows"]) -> Float32[Array, "
     size = count(allowed)
     mean = total(shifted) / size
     return jnp.sqrt(total(jnp.where(allowed, (shifted - mean[:, None, None]) ** 2, 0)) / size)
-
-
-def random_words(
-    seed: UInt32[Array, "rows 2"],
-    sample_index: Int32[Array, " rows"],
-    positions: Int32[Array, " rows"],
-    purpose: int,
-) -> UInt32[Array, "rows 2"]:
-    """Return 64 random bits per row: the Threefry-2x32 of its seed folded with the other arguments.
-
-    The key data of the last fold are the bits, so that they do not depend on the configuration of jax's generators.
-    """
-
-    def row(seed: UInt32[Array, " 2"], index: Int32[Array, ""], position: Int32[Array, ""]) -> UInt32[Array, " 2"]:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        for word in (index, position, purpose):
-            key = jax.random.fold_in(key, word)
-        return jax.random.key_data(key)
-
-    return jax.vmap(row)(seed, sample_index, positions)
-
-
-def _inverse_cdf(weights: Lanes, words: UInt32[Array, "rows 2"]) -> Int32[Array, " rows"]:
-    """Draw a lane by the sums of the lanes, then a block inside it; a random word for each keeps rare tokens exact."""
-    lane = _pick(jnp.sum(weights, axis=1), words[:, 0])
-    block = _pick(jnp.take_along_axis(weights, lane[:, None, None], axis=2)[:, :, 0], words[:, 1])
-    return block * LANES + lane
-
-
-def _pick(weights: Float32[Array, "rows choices"], word: UInt32[Array, " rows"]) -> Int32[Array, " rows"]:
-    """Draw an index per row with probability proportional to its weight; none of weight 0 unless all are."""
-    uniform = (word >> 8).astype(jnp.float32) * 2.0**-24
-    cumulative = jnp.cumsum(weights, axis=-1)
-    possible = weights > 0
-    passed = possible & (cumulative > uniform[:, None] * cumulative[:, -1:])
-    last = weights.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
-    return jnp.where(jnp.any(passed, axis=-1), jnp.argmax(passed, axis=-1), last).astype(jnp.int32)

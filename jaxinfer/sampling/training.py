@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxinfer.sampling.logprobs import Logprobs, ranked
 from jaxinfer.sampling.reductions import Lanes, argmax, to_lanes, total
-from jaxinfer.sampling.select import PURPOSE_DRAW, draw, is_random, random_words, weights_of
+from jaxinfer.sampling.select import draw, is_random, weights_of
 from jaxinfer.sampling.slots import SlotParams
 from jaxinfer.sampling_params import LOGPROBS_MODES, MAX_LOGPROB_TOKEN_IDS, SamplingParams
 
@@ -95,8 +95,7 @@ def draw_observed(
         lambda: weights_of(logits, peak, slots, random),
         lambda: jnp.zeros_like(to_lanes(logits, 0)),
     )
-    words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
-    tokens = lax.cond(jnp.any(random), lambda: draw(weights, words, random, best), lambda: best)
+    tokens = lax.cond(jnp.any(random), lambda: draw(weights, slots, positions, random, best), lambda: best)
     return Drawn(jnp.where(forced, only, tokens), logits, peak, weights)
 
 

@@ -4,6 +4,7 @@ from jaxinfer.config.speculative import GRAMMAR, HEADS
 from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, ThroughputMonitor
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, NoDrafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
+from jaxinfer.spec.static_tree import leading_paths
 from jaxinfer.spec.suffix import SuffixDrafter
 from jaxinfer.spec.tree import Tree
 
@@ -20,6 +21,7 @@ __all__ = [
     "SuffixDrafter",
     "ThroughputMonitor",
     "Tree",
+    "leading_paths",
     "make_drafter",
     "register",
 ]

@@ -52,6 +52,8 @@ EVERY = {
     "speculative_model": (["--speculative-model", "folder"], "folder"),
     "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),
     "speculative_tree": (["--speculative-tree", "3"], 3),
+    "typical_threshold": (["--typical-threshold", "0.3"], 0.3),
+    "typical_alpha": (["--typical-alpha", "0.09"], 0.09),
     "prompt_lookup_min": (["--prompt-lookup-min", "1"], 1),
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
     "speculative_adaptive": (["--speculative-adaptive", "off"], False),

@@ -16,6 +16,8 @@ from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.opening import model_folder
 from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.sampling import SamplingLimits, guess, neutral_slots, new_state, sample
+from jaxinfer.sampling.select import weights_of
 from jaxinfer.sampling_params import SamplingParams
 from tools.train_demo import corpus
 from tools.train_demo.ngram import NGram
@@ -161,3 +163,27 @@ def test_the_target_beats_the_draft_and_an_ngram(unseen, test_data):
     target, draft = (losses(name, unseen).sum() / len(scored) / math.log(2) for name in NAMES)
     assert target < draft - 0.05
     assert target < ngram - 0.05
+
+
+# Measured: 0.96 to 0.92 of it; by inverting the cumulative distribution 0.94 to 0.51.
+@pytest.mark.parametrize("temperature", [0.3, 0.5, 0.7, 1.0])
+def test_sampled_drafts_are_accepted_nearly_as_often_as_by_rejection_sampling(temperature, unseen):
+    """Of which 1 - total variation is the optimum. At each position of a text, several draws."""
+    ids = jnp.asarray([demo("demo").tokenizer.encode(unseen)[:512]])
+    target, draft = (jax.jit(demo(name).apply)(demo(name).params, ids)[0] for name in NAMES)
+    limits, rows = SamplingLimits(), target.shape[0]
+    slots = neutral_slots(rows, limits)._replace(
+        temperature=np.full(rows, temperature, np.float32), top_p=np.full(rows, 0.95, np.float32)
+    )
+    on, places, state = np.ones(rows, bool), np.arange(rows, dtype=np.int32), new_state(rows, target.shape[1], limits)
+    accepted = []
+    for seed in range(4):
+        slots.seed[:] = seed
+        drawn, _ = SAMPLE(target, slots, state, places, places, on, 0)
+        accepted.append(np.mean(drawn.tokens == GUESS(draft, slots, state, places, places, on)))
+    p, q = (np.asarray(WEIGHTS(each, each.max(1), slots, on)).reshape(rows, -1) for each in (target, draft))
+    optimum = np.minimum(p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)).sum(1).mean()
+    assert 0.85 * optimum < np.mean(accepted) < optimum
+
+
+SAMPLE, GUESS, WEIGHTS = jax.jit(sample, static_argnums=6), jax.jit(guess), jax.jit(weights_of)

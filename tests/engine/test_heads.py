@@ -59,9 +59,9 @@ def with_head(method: str) -> Model:
 LENGTH = 160
 
 
-def reference(model: Model, ids: jax.Array, count: jax.Array) -> jax.Array:
+def reference(model: Model, ids: jax.Array, count: jax.Array, ranks: int = 0) -> jax.Array:
     """Return the greedy draft tokens of a head after the first ``count`` of ``ids`` [1, LENGTH], computed over
-    contiguous sequences."""
+    contiguous sequences. ``ranks``: of Medusa, so many of the likeliest tokens in order."""
     head: Any = model.draft
     params = {**head.params, **shared(model.params, head.config)}
     module: Any = model.module.clone(taps=head.config.taps)
@@ -74,6 +74,8 @@ def reference(model: Model, ids: jax.Array, count: jax.Array) -> jax.Array:
     def apply(*operands: Any, method: str | None = None) -> Any:
         return head.module.apply({"params": params}, *operands, method=method)
 
+    if ranks:
+        return jnp.argsort(-apply(features[0, count - 2], method="guesses"), -1)[:DRAFTS, :ranks]
     if not head.module.recurrent:
         return jnp.argmax(apply(features[0, count - 2], method="guesses"), -1)[:DRAFTS]
     following, entering, drafted = jnp.roll(ids, -1, axis=1), apply(features, method="first"), []
@@ -112,6 +114,40 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 QUICK = {("demo", mode) for mode in CHANGES} | {("medusa", "paths"), ("eagle", "alone"), ("eagle3", "recomputed")}
+
+
+CHOICES = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [3]]
+TREE = [(0, 0, 0), (1,), (0, 1), (2,)]  # its first paths
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_paths_are_those_of_a_static_tree(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the file of Medusa's heads: likeliest tokens by rank, those of a sampled request with its noise."""
+    model = random_model(num_hidden_layers=4)
+    model = model.replace(draft=random_head("medusa", model, medusa_choices=CHOICES))
+    llm = LLM(model, **{**SETTINGS, "speculative": "medusa", "speculative_tree": 4})
+    shapes, wrong, read = set(), 0, Runner.read
+    guesses = jax.jit(functools.partial(reference, model, ranks=4))
+
+    def watched(runner: Runner, launched: Launched | None) -> Any:
+        nonlocal wrong
+        result = read(runner, launched)
+        for draft in (result.plan.drafts or ()) if result else ():
+            shapes.add(tuple(map(len, draft.paths)))
+            padded = np.zeros((1, LENGTH), np.int32)
+            padded[0, : draft.start] = draft.sequence.tokens[: draft.start]
+            by_rank = guesses(padded, draft.start)
+            named = [[int(by_rank[place, rank]) for place, rank in enumerate(ranks)] for ranks in TREE]
+            wrong += sum(not any(path == other[: len(path)] for other in named) for path in draft.paths)
+        return result
+
+    monkeypatch.setattr(Runner, "read", watched)
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=1)
+    found = llm.generate(PROMPTS[:1], params)
+    assert shapes >= {tuple(map(len, TREE))}
+    assert (wrong == 0) == (temperature == 0)
+    plain = LLM(model, **SETTINGS).generate(PROMPTS[:1], params)
+    assert found[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
 
 
 def cases(methods: list[str], others: Any) -> list[Any]:

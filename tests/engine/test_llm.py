@@ -155,6 +155,8 @@ def test_bad_requests_disturb_nobody(llm, prompt, params, message):
         ({"exactness": "mostly"}, "exactness = mostly"),
         ({"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_max = 2"),
         ({"swap_space_gib": -1.0}, "swap_space_gib = -1.0"),
+        ({"typical_threshold": 1.5}, "typical_threshold = 1.5"),
+        ({"typical_alpha": float("nan")}, "typical_alpha = nan"),
     ],
 )
 def test_bad_settings_name_the_setting(changes, message):

@@ -76,6 +76,12 @@ def test_more_drafts_come_true(llm: LLM) -> None:
     )
 
 
+def test_its_bound_is_a_setting(model: Model) -> None:
+    """A bound of 0 accepts every draft that the sampler could draw."""
+    for bounds in ({"typical_threshold": 0.0}, {"typical_alpha": 0.0}):
+        assert accepted(LLM(model, **SETTINGS, **bounds), params(speculation=TYPICAL))[1] == 1.0
+
+
 def distributions(output: CompletionOutput) -> np.ndarray:
     """Return the log probabilities of all tokens at each position."""
     assert output.logprobs is not None

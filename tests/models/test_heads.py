@@ -20,7 +20,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling.beams import expand
 from jaxinfer.weights import CheckpointError
-from tests.fakes import random_model
+from tests.fakes import random_head, random_model
 from tests.models.parity import tokenizer_json
 from tests.models.test_head_goldens import CASES, golden
 from tools.oracle.heads_golden import HeadGolden, write_head_checkpoint
@@ -103,6 +103,24 @@ def test_what_does_not_fit_is_refused(
         describe_head(folder, method, target)
 
 
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ("mc_sim_7b_63", "must be a list of lists of ranks"),
+        ([[0], []], "must be a list of lists of ranks"),
+        ([[0], [-1]], "must have ranks from 0 to 63"),
+        ([[0], [64]], "must have ranks from 0 to 63"),
+        ([[0], [True]], "must have ranks from 0 to 63"),
+        ([[0], [0]], "names a path twice"),
+        ([[0], [1, 0]], "lacks the beginning of a path"),
+        ([[0] * depth for depth in range(1, 6)], "has paths of more than 4 heads"),
+    ],
+)
+def test_a_static_tree_that_is_none_is_refused(choices: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"medusa_choices = .* {reason}"):
+        random_head("medusa", random_model(), medusa_choices=choices)
+
+
 def test_pickles_are_refused_with_what_converts_them(tmp_path: pathlib.Path) -> None:
     folder, target = written(tmp_path)
     (tmp_path / "head/model.safetensors").unlink()
@@ -151,7 +169,7 @@ def beams_of(head: Model, target: Model, case: HeadGolden, width: int, depth: in
             entering = jnp.concatenate([features, *(state[None] for state in fed)])
             states.append(apply(following, entering, jnp.arange(len(following)), causal_attend, None)[0][-1])
         logits = apply(jnp.stack(states), method="head")[None]
-        above, tokens, scores = expand(logits, scores, jnp.argmax(logits[:, 0], -1), width)
+        above, tokens, scores = expand(logits, scores, width)
         pairs = zip(above[0].tolist(), tokens[0].tolist(), strict=True)
         paths = [([*paths[parent][0], token], [*paths[parent][1], states[parent]]) for parent, token in pairs]
         found[level] = {tuple(path) for path, _ in paths}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.sampling import Sampled, SlotParams, SlotState, guess, neutral_slots, new_state, sample
+from jaxinfer.sampling import Sampled, SlotParams, SlotState, guess, guess_scores, neutral_slots, new_state, sample
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.sample import NOT_FINITE
 from jaxinfer.sampling.select import weights_of
@@ -212,6 +212,20 @@ def test_a_guess_of_the_same_logits_is_what_is_sampled() -> None:
     guessed = jax.jit(guess)
     assert guessed(some, slots, state, numbers + 7, numbers, active).tolist() == want.tokens.tolist()
     assert guessed(some, slots, state, numbers + 8, numbers, active).tolist() != want.tokens.tolist()
+    scores = np.asarray(jax.jit(guess_scores)(some, slots, state, numbers + 7, numbers, active))
+    assert np.argmax(scores, axis=1).tolist() == want.tokens.tolist()
+
+
+def test_guesses_that_a_filter_drops_come_after_the_others() -> None:
+    rows = [asks(top_k=5), asks(top_k=5, temperature=0)]
+    slots, state = slots_and_state(rows)
+    some, zeros = np.stack([row.logits for row in rows]), np.zeros(2, np.int32)
+    scores = np.asarray(jax.jit(guess_scores)(some, slots, state, zeros, zeros, np.ones(2, bool)))
+    order = np.argsort(-scores, axis=1)
+    assert set(order[0, :5]) == set(np.argsort(-some[0])[:5])
+    assert order[0, :5].tolist() != np.argsort(-some[0])[:5].tolist()  # the noise is in them
+    assert np.isfinite(scores).all()
+    np.testing.assert_array_equal(scores[1], some[1])
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

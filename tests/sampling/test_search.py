@@ -10,7 +10,6 @@ from hypothesis.extra import numpy as hnp
 
 from jaxinfer.sampling.reductions import argmax, count, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
-from jaxinfer.sampling.select import _pick
 from tests.lowered import as_for_gpu
 
 ROWS, VOCAB = 3, 200
@@ -134,7 +133,6 @@ def test_leaving_the_search_early_changes_nothing(seed: int, scale: float, p: fl
 
 
 find_argmax = jax.jit(argmax)
-pick = jax.jit(_pick)
 
 
 def test_sums_that_round_more_than_a_weight_do_not_end_the_search() -> None:
@@ -172,21 +170,3 @@ def test_reductions_over_lanes(values: np.ndarray) -> None:
 @jax.jit
 def reduce_lanes(values: jax.Array, positive: jax.Array) -> tuple[jax.Array, jax.Array]:
     return count(to_lanes(values, -jnp.inf) > 0), total(to_lanes(positive, 0))
-
-
-@EXAMPLES
-@given(
-    hnp.arrays(np.float32, (ROWS, 40), elements=st.one_of(st.just(0.0), WEIGHT)),
-    hnp.arrays(np.uint32, ROWS, elements=st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1]))),
-)
-def test_a_draw_never_picks_probability_zero(weights: np.ndarray, words: np.ndarray) -> None:
-    picked = np.asarray(pick(weights, words))
-    for row in range(ROWS):
-        assert weights[row, picked[row]] > 0 or not weights[row].any()
-
-
-def test_a_draw_is_the_inverse_cdf() -> None:
-    weights = np.array([[0, 1, 0, 2, 1, 0]], np.float32)
-    words = (np.arange(16, dtype=np.uint32) << 28) + 5
-    picked = [int(_pick(jnp.asarray(weights), jnp.asarray([word]))[0]) for word in words]
-    assert picked == [1] * 4 + [3] * 8 + [4] * 4

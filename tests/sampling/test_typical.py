@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import DraftRows, Sampled, SlotState, sample
-from jaxinfer.sampling.sample import DELTA, EPSILON, posterior
+from jaxinfer.sampling.sample import Typical, posterior
 from jaxinfer.sampling_params import SamplingParams
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 
 VOCAB, TRIALS = 61, 32
 SAMPLE = jax.jit(sample, static_argnums=6)
-POSTERIOR = jax.jit(posterior, static_argnums=(4, 5))
+POSTERIOR = jax.jit(posterior, static_argnums=4)
 TYPICAL = {"acceptance": "typical"}
 ASKED = {
     "plain": SamplingParams(),
@@ -50,7 +50,7 @@ def test_the_rule_is_medusas(asked: str, epsilon: float, delta: float, seed: int
     slots, _ = slots_and_state(rows)
     processed = np.stack([row.processed() for row in rows]).astype(np.float32)
     candidates = np.arange(VOCAB, dtype=np.int32)
-    chances, least = POSTERIOR(processed, candidates, slots, np.ones(TRIALS, bool), epsilon, delta)
+    chances, least = POSTERIOR(processed, candidates, slots, np.ones(TRIALS, bool), Typical(epsilon, delta))
     kept = 0
     for row, mine, threshold in zip(rows, np.asarray(chances), np.asarray(least), strict=True):
         want = row.probabilities()
@@ -92,7 +92,7 @@ def test_a_draft_that_passes_is_what_the_row_says_and_one_that_fails_leaves_the_
     changed = 0
     for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         p = row.probabilities()
-        passes = p[token] > bound(p, EPSILON, DELTA)
+        passes = p[token] > bound(p, *Typical())
         assert found.tokens[index] == (token if passes else drawn.tokens[index])
         changed += int(passes and token != drawn.tokens[index])
         # The token is counted, as is the next row's token if the draft was accepted.
@@ -185,7 +185,7 @@ def test_what_medusas_own_program_accepts_is_accepted(which: int, repo: pathlib.
     rows = [Row(logits, params, (1,), (2,)) for logits in answers["logits"]]
     slots, _ = slots_and_state(rows)
     asks = np.ones(len(rows), bool)
-    chances, least = POSTERIOR(answers["logits"], tokens, slots, asks, float(epsilon), float(delta))
+    chances, least = POSTERIOR(answers["logits"], tokens, slots, asks, Typical(float(epsilon), float(delta)))
     accepted = np.diagonal(np.asarray(chances)) > np.asarray(least)
     np.testing.assert_array_equal(accepted, answers["accepted"][which])
     assert 0 < accepted.sum() < len(rows)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 from typing import Any
 
 import jax
@@ -13,11 +14,16 @@ import safetensors.numpy
 
 from jaxinfer.draft_heads import load_head
 from jaxinfer.layers.attention import causal_attend
+from jaxinfer.llm import LLM
 from jaxinfer.models.head import shared
 from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.text import ChatTemplate
+from tests.models.parity import GOLDENS, load_case
 from tests.tools.test_train_demo import play
+from tools.oracle.golden import load
 from tools.train_demo import corpus, folder
 from tools.train_demo.recipes import DRAFT
 from tools.train_demo.recipes import quick as quick_model
@@ -27,9 +33,13 @@ from tools.train_heads import heads
 from tools.train_heads.generated import prompts
 from tools.train_heads.losses import guessed, measure, states
 from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
+from tools.train_heads.texts import corpus_of
 from tools.train_heads.training import Texts, train
 
 METHODS = ("medusa", "eagle3")
+WORDS = " ".join(
+    f"w{word}" for word in np.random.default_rng(0).integers(1, 32, 6000)
+)  # of tests.models.parity's tokenizer
 TARGET = dataclasses.replace(quick_model(DRAFT), layers=4, vocab=320)
 LENGTH = 24
 
@@ -55,7 +65,7 @@ def texts(learnt: corpus.Corpus) -> Texts:
 
 
 def head_for(method: str, target: Model, texts: Texts) -> tuple[HeadRecipe, Model, np.ndarray]:
-    recipe = dataclasses.replace(quick(RECIPES[method]), guesses=3)
+    recipe = dataclasses.replace(quick(RECIPES[method]), guesses=3).fitted(target.config)
     tokens = heads.most_frequent(texts.written, target.config.vocab_size, recipe.draft_vocab)
     return recipe, heads.build(recipe, target, tokens, 3), tokens
 
@@ -185,6 +195,54 @@ def test_another_recipe_does_not_go_on_from_this_ones_checkpoint() -> None:
     recipe = RECIPES["eagle3"]
     named = {(recipe, 0, "a"), (recipe, 1, "a"), (recipe, 0, "b"), (dataclasses.replace(recipe, rows=2), 0, "a")}
     assert len({tool.checkpoint_name(*each) for each in named}) == 4
+
+
+def test_sizes_are_those_of_the_target_unless_asked() -> None:
+    sizes = {
+        (): (512, 1152),
+        ("--target", "other"): (0, 0),
+        ("--target", "other", "--draft-vocab", "7", "--intermediate", "9"): (9, 7),
+    }
+    for words, wanted in sizes.items():
+        recipe = tool.recipe_of("eagle3", tool.arguments(words))
+        assert (recipe.intermediate, recipe.draft_vocab) == wanted
+    fitted = tool.recipe_of("eagle3", tool.arguments(["--target", "other"])).fitted(LARGE)
+    assert (fitted.intermediate, fitted.draft_vocab) == (14_336, 32_000)
+
+
+LARGE = types.SimpleNamespace(vocab_size=128_256, intermediate_size=14_336)
+
+
+def test_a_text_without_the_demos_tokens_is_plain_and_asked_about_in_chats(tmp_path: pathlib.Path) -> None:
+    model = load_case(load(GOLDENS / "cohere2-hub"), tmp_path)
+    model = model.replace(chat_template=ChatTemplate("w7 {{ messages[0].content }} w9"))
+    with pytest.raises(ValueError, match="the text has 100 tokens"):
+        corpus_of(model, tmp_path, " ".join(WORDS.split()[:100]))
+    data = corpus_of(model, tmp_path, WORDS)
+    assert (data.speeches, data.begin) == ([], [])
+    made = prompts(data, 0, 64, 20)
+    assert made == prompts(data, 0, 64, 20)
+    assert sum((prompt[0], prompt[-1], len(prompt)) == (7, 9, 8) for prompt in made) >= 8
+    assert corpus.batch(data, 1, 2, 3, 9).shape == (3, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), [("cohere2-hub", "eagle3"), ("gpt2-hub", "medusa")])
+def test_heads_of_other_families_are_trained_and_served(family: str, method: str, tmp_path: pathlib.Path) -> None:
+    """Families with other norms, positions and biases than the demo model's."""
+    load_case(load(GOLDENS / family), tmp_path / "target")
+    (tmp_path / "text").write_text(WORDS)
+    paths = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--work-dir", str(tmp_path / "work")]
+    words = [*paths, "--method", method, "--target", str(tmp_path / "target"), "--quick"]
+    assert tool.main(words) == 0
+    settings: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 48, "speculative_adaptive": False}
+    drafts = {"speculative": method, "speculative_model": str(tmp_path / "out" / method), "num_speculative_tokens": 2}
+    params, found = SamplingParams(temperature=1.0, max_tokens=30, seed=1, ignore_eos=True), []
+    for more in ({}, drafts):
+        with LLM(str(tmp_path / "target"), "float32", show_progress=False, **settings, **more) as llm:
+            found.append(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids)
+            assert (llm.engine.stats().drafts > 5) == bool(more)
+    assert found[0] == found[1]
 
 
 def test_missing_data_is_one_sentence(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def _missing(error: Exception, styles: dict[str, Style]) -> str:
 def train(model: Model, split: corpus.Split, plan: Schedule, seed: int, say: Callable[[str], None]) -> Adapter:
     """Train an adapter on the training split of a text; return it after all steps."""
     tokenizer = _tokenizer()
-    data = corpus.Corpus(corpus.encode(tokenizer, split.train), [], tokenizer)
+    data = corpus.Corpus(corpus.encode(tokenizer, split.train), [], tokenizer, corpus.begin(tokenizer))
     update = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(_rate(plan), b2=0.99))
     adapter = init_adapter(model, plan.rank, jax.random.key(seed))
     state, advance, began = update.init(adapter), _step_function(model, update), time.monotonic()

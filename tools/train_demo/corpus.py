@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -36,11 +38,19 @@ class Speech:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The training split as one stream of ids and as speeches."""
+    """The training split as one stream of ids and as speeches.
+
+    Attributes:
+        tokenizer: has the special tokens of the dialogues, where there are speeches.
+        begin: ids at the beginning of each text.
+        chat: makes of a piece of text the ids of a conversation that waits for an answer; None: speeches alone are.
+    """
 
     stream: np.ndarray
     speeches: list[Speech]
-    tokenizer: Tokenizer
+    tokenizer: Any
+    begin: list[int]
+    chat: Callable[[Sequence[int]], list[int]] | None = None
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
@@ -73,7 +83,12 @@ def corpus(tokenizer: Tokenizer, text: str) -> Corpus:
     named = [(part[0], part[1]) for part in parts if len(part) == 2]
     encoded = tokenizer.encode_batch([words for _, words in named], add_special_tokens=False)
     speeches = [Speech(name, ids.ids) for (name, _), ids in zip(named, encoded, strict=True)]
-    return Corpus(encode(tokenizer, text), speeches, tokenizer)
+    return Corpus(encode(tokenizer, text), speeches, tokenizer, begin(tokenizer))
+
+
+def begin(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that the tokenizer puts before each text."""
+    return [*tokenizer.encode("").ids]
 
 
 def batch(data: Corpus, seed: int, step: int, rows: int, length: int) -> np.ndarray:
@@ -86,7 +101,7 @@ def _window(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray:
     if data.speeches and rng.integers(CHAT_SHARE) == 0:
         return _dialogue(data, rng, length)
     start = rng.integers(len(data.stream) - length)
-    return np.concatenate([[data.tokenizer.token_to_id(BOS)], data.stream[start : start + length - 1]]).astype(np.int32)
+    return np.concatenate([data.begin, data.stream[start : start + length - len(data.begin)]]).astype(np.int32)
 
 
 def _dialogue(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray:

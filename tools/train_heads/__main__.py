@@ -1,7 +1,4 @@
-"""Train draft heads for a model, or measure them: see `docs/demo_model.md`.
-
-The model's tokenizer has the demo model's special tokens.
-"""
+"""Train draft heads for any dense model that jaxinfer serves, or measure them: see `docs/demo_model.md`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tokenizers import Tokenizer
 
 from jaxinfer.config.aliases import DEMO_FOLDERS
 from jaxinfer.loading import load_model
@@ -26,6 +22,7 @@ from tools.train_heads import heads
 from tools.train_heads.evaluate import SPEAKERS, TEMPERATURES, acceptance, engine
 from tools.train_heads.generated import generated, identity, prompts
 from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
+from tools.train_heads.texts import corpus_of
 from tools.train_heads.training import Texts, train
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -39,6 +36,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, default=REPO / "jaxinfer" / "demo", help="gets medusa/ and eagle3/")
     parser.add_argument("--data", type=pathlib.Path, default=REPO.parent / "shared" / "data", help="the data folder")
     parser.add_argument(
+        "--text", type=pathlib.Path, help="a text like what the model is to write (default: that of --data)"
+    )
+    parser.add_argument(
         "--work-dir",
         type=pathlib.Path,
         default=pathlib.Path.home() / ".cache" / "jaxinfer" / "train_heads",
@@ -46,6 +46,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="in place of the recipe's")
+    sizes = "size of EAGLE-3 heads (default: the recipe's for the demo model, else {})"
+    parser.add_argument("--intermediate", type=int, help=sizes.format("the target's"))
+    parser.add_argument("--draft-vocab", type=int, help=sizes.format("32000"))
     parser.add_argument("--quick", action="store_true", help="a few steps of tiny heads: does the tool work?")
     parser.add_argument("--evaluate", action="store_true", help="train nothing, measure what --out holds")
     return parser.parse_args(argv)
@@ -54,9 +57,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
-        split = corpus.Split.of(corpus.read_text(args.data))
+        split = corpus.Split.of(args.text.read_text(encoding="utf-8") if args.text else corpus.read_text(args.data))
     except FileNotFoundError as error:
-        print(f"--data {args.data}: {error.filename} is missing", file=sys.stderr)
+        given = f"--text {args.text}" if args.text else f"--data {args.data}: {error.filename}"
+        print(f"{given} is missing", file=sys.stderr)
         return 2
     for method in RECIPES if args.method is None else [args.method]:
         if args.evaluate:
@@ -67,7 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recipe_of(method: str, args: argparse.Namespace) -> HeadRecipe:
-    recipe = quick(RECIPES[method]) if args.quick else RECIPES[method]
+    recipe = RECIPES[method]
+    sizes = (recipe.intermediate, recipe.draft_vocab) if args.target == "demo" else (0, 0)
+    recipe = dataclasses.replace(
+        recipe, intermediate=args.intermediate or sizes[0], draft_vocab=args.draft_vocab or sizes[1]
+    )
+    recipe = quick(recipe) if args.quick else recipe
     if args.steps is None:
         return recipe
     return dataclasses.replace(recipe, steps=args.steps, decay=min(recipe.decay, args.steps // 2))
@@ -76,7 +85,8 @@ def recipe_of(method: str, args: argparse.Namespace) -> HeadRecipe:
 def train_one(recipe: HeadRecipe, split: corpus.Split, args: argparse.Namespace) -> None:
     """Train (or resume), and write the best parameters to ``--out``."""
     target = load_model(args.target, "float32", show_progress=False)
-    learnt = corpus.corpus(tokenizer_of(args.target), split.train)
+    recipe = recipe.fitted(target.config)
+    learnt = corpus_of(target, model_folder(args.target), split.train)
     rows = generated(target, learnt, recipe.text, args.seed, args.work_dir, _say)
     texts = Texts.of(rows, recipe.text.held_out, learnt)
     vocab = target.config.vocab_size
@@ -101,16 +111,14 @@ def folder_name(method: str) -> str:
     return DEMO_FOLDERS[f"demo-{method}"]
 
 
-def tokenizer_of(target: str) -> Tokenizer:
-    return Tokenizer.from_file(str(model_folder(target) / "tokenizer.json"))
-
-
 def measure(method: str, split: corpus.Split, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure acceptance of the stored head on prompts of the validation split, and on those of the benchmark."""
-    unseen = corpus.corpus(tokenizer_of(args.target), split.validation)
-    named = [unseen.tokenizer.encode(f"{name}:").ids for name in SPEAKERS]
-    kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": named}
+    """Measure acceptance of the stored head on prompts of the validation split, and of a model that knows speeches on
+    those of the benchmark."""
     with engine(args.target, method, str(args.out / folder_name(method)), 256) as llm:
+        unseen = corpus_of(llm.model, model_folder(args.target), split.validation)
+        kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS)}
+        if unseen.speeches:
+            kinds["benchmark"] = [unseen.tokenizer.encode(f"{name}:").ids for name in SPEAKERS]
         return {
             kind: {str(heat): dataclasses.asdict(acceptance(llm, starts, heat)) for heat in TEMPERATURES}
             for kind, starts in kinds.items()

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -35,7 +36,7 @@ class Text:
 
 
 def prompts(data: Corpus, seed: int, count: int, longest: int) -> list[list[int]]:
-    """Return prompts: names of speakers, chats that wait for an answer, and pieces of the text of any length."""
+    """Return prompts: chats that wait for an answer, names of speakers, and pieces of the text of any length."""
     rng = np.random.default_rng([seed, count, longest])
     return [_prompt(data, rng, seed, number, longest)[:longest] for number in range(count)]
 
@@ -46,7 +47,12 @@ def _prompt(data: Corpus, rng: np.random.Generator, seed: int, number: int, long
         return _chat(data, rng)
     if data.speeches and kind == 1:
         speech = data.speeches[rng.integers(len(data.speeches))]
-        return data.tokenizer.encode(f"{speech.speaker}:").ids
+        return list(data.tokenizer.encode(f"{speech.speaker}:").ids)
+    if data.chat is not None and kind == 0:
+        (window,) = batch(data, seed, number, 1, max(1, longest // 4))
+        asked = data.chat(window[len(data.begin) :].tolist())
+        if len(asked) <= longest:
+            return asked
     (window,) = batch(data, seed, number, 1, longest)
     return window[: rng.integers(2, longest + 1)].tolist()
 
@@ -57,13 +63,13 @@ def _chat(data: Corpus, rng: np.random.Generator) -> list[int]:
     asked, answers = data.speeches[index], data.speeches[(index + 1) % len(data.speeches)]
     system = f"{SYSTEM}{answers.speaker}{EOS}" if rng.integers(2) else ""
     question = data.tokenizer.decode(asked.ids)
-    return data.tokenizer.encode(f"{system}{USER}{question}{EOS}{ASSISTANT}").ids
+    return list(data.tokenizer.encode(f"{system}{USER}{question}{EOS}{ASSISTANT}").ids)
 
 
 def identity(target: Model) -> str:
     """Return a string that identifies a model and its training."""
-    scale = np.asarray(target.params["final_norm"]["scale"])
-    return f"{target.name} {target.config} {zlib.crc32(scale.tobytes()):08x}"
+    last = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(target.params["final_norm"]))
+    return f"{target.name} {target.config} {zlib.crc32(last):08x}"
 
 
 def generated(

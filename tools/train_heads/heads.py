@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.heads.eagle import MAP
 from jaxinfer.models.model import Model
@@ -34,16 +35,25 @@ def most_frequent(rows: Int[np.ndarray, "..."], vocab: int, count: int) -> Int[n
 
 
 def build(recipe: HeadRecipe, target: Model, tokens: Int[np.ndarray, " draft_vocab"], seed: int) -> Model:
-    """Build an untrained float32 head; EAGLE-3 drafts only ``tokens``, and starts with the target's table."""
+    """Build an untrained float32 head; EAGLE-3 drafts only ``tokens``. It starts with the target's table, and norm.
+
+    Args:
+        recipe: fitted to the target.
+
+    Raises:
+        ConfigError: the target has too few layers for EAGLE-3.
+    """
     known = config_json(recipe, target.config, target.name)
     files = HeadFiles(known, {NAMES[recipe.method]}, target.config, target.cache_spec.windows)
     family = HEADS[recipe.method].family(files)
     config = family.config(known)
     head = Model(family.module(config), {}, config, family, recipe.method)
-    table = target.params["embed" if target.config.tied else "head"]["table"]
-    said = table[tokens] if recipe.method == "eagle3" else table
+    table: Any = target.params[files.head]["table"]
+    table = table if isinstance(table, jax.Array) else table.dequantize()
+    said = table[tokens] if recipe.method == "eagle3" else table[: config.vocab_size]
     head = head.replace(params=_first_params(head.specs, said, seed))
-    if recipe.method == "eagle3":
+    module: Any = target.module
+    if recipe.method == "eagle3" and type(module.final_norm()) is RMSNorm:
         head = head.replace(params={**head.params, "final_norm": target.params["final_norm"]})
     if recipe.method == "eagle3" and len(tokens) < config.vocab_size:
         head = head.replace(

@@ -52,12 +52,12 @@ class Texts:
         if known:
             parts.append(batch(self.learnt, seed, step, known, self.written.shape[1] - 1))
         rows = np.concatenate(parts)
-        return rows if (step + 1) % recipe.join_every else _joined(rows)
+        return rows if (step + 1) % recipe.join_every else _joined(rows, len(self.learnt.begin))
 
 
-def _joined(rows: Int[np.ndarray, "rows length"]) -> Int[np.ndarray, "1 longer"]:
-    """Join the rows into one sequence, which begins with the BOS of the first row."""
-    return np.concatenate([rows[0], *(row[1:] for row in rows[1:])])[None]
+def _joined(rows: Int[np.ndarray, "rows length"], begin: int) -> Int[np.ndarray, "1 longer"]:
+    """Join the rows into one sequence, which begins with the ``begin`` tokens (BOS) of the first row."""
+    return np.concatenate([rows[0], *(row[begin:] for row in rows[1:])])[None]
 
 
 def optimizer(recipe: HeadRecipe) -> optax.GradientTransformation:

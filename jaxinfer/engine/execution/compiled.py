@@ -40,7 +40,7 @@ from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_shar
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
 from jaxinfer.quant.banks import Banked, without_banks, write, writing_over_ranks
-from jaxinfer.sampling import admit, keep_slot, resume_slot
+from jaxinfer.sampling import Typical, admit, keep_slot, resume_slot
 from jaxinfer.sampling.training import WIDTH as ASKS
 
 # Called with the number of compiled programs, and with the total.
@@ -256,6 +256,7 @@ class _Work:
             backend,
             whole=engine.whole_vocabulary,
             routed=self._routed,
+            typical=Typical(engine.typical_threshold, engine.typical_alpha),
         )
         decode_many = make_decode_many(decode, engine.multi_step)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
@@ -443,7 +444,7 @@ class _HeadWork(_Work):
     def computing(self) -> dict[str, _Job]:
         engine, (params, pools, slots, _, sampler, features, *_) = self.engine, self.arrays
         most, paths = engine.num_speculative_tokens, engine.speculative_tree
-        programs = HeadPrograms(self.stage, most, paths, engine.attention_backend)
+        programs = HeadPrograms(self.stage, most, paths, engine.attention_backend, engine.draft_tree)
         pages = _shardings(pools)
         arguments = (params, slots, sampler, pools, self._head_batch(), features)
         jobs = {"draft": _Job(programs.draft, arguments, 3, (pages, self.replicated), loops=True, batch=4)}

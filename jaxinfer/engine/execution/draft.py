@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -16,8 +16,8 @@ from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
 from jaxinfer.models.head import DraftHead
 from jaxinfer.parallel.mesh import gathered_logits
-from jaxinfer.sampling import DraftRows, SlotParams, SlotState, accepted, guess
-from jaxinfer.sampling.beams import deviations, expand
+from jaxinfer.sampling import DraftRows, SlotParams, SlotState, accepted, guess, guess_scores
+from jaxinfer.sampling.beams import deviations, expand, ranked
 from pallas_kernels.choice import Wish
 
 
@@ -77,10 +77,19 @@ class HeadPrograms:
     Args:
         stage: stage of the head.
         most: maximum draft tokens of each of the ``paths``.
+        tree: ranks of the tokens of each path, where a file gives them (`ResolvedEngine.draft_tree`).
     """
 
-    def __init__(self, stage: Stage, most: int, paths: int = 1, backend: Wish = "auto") -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        most: int,
+        paths: int = 1,
+        backend: Wish = "auto",
+        tree: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._model, self._most, self._paths, self._backend = stage.model, most, paths, backend
+        self._tree = [[*path, *[0] * (most - len(path))] for path in tree]
         self._module = cast(DraftHead, stage.model.module)
 
     def prefill(self, params: Any, pools: list[LayerPool], batch: PrefillBatch, features: jax.Array) -> list[LayerPool]:
@@ -104,17 +113,18 @@ class HeadPrograms:
     ) -> tuple[list[LayerPool], Int[Array, "slots drafts"]]:
         """Compute the batch's pairs, then draft after the newest pair of each slot: path by path."""
         kept = features[batch.owners, batch.positions % features.shape[1]]
-        limits, vocab = batch.limits[:, 0], sampler.counts.shape[1]
+        limits, vocab = jnp.max(batch.limits, axis=1), sampler.counts.shape[1]
 
         def own(logits: jax.Array, step: int | jax.Array) -> jax.Array:
             at, active = batch.positions[batch.last] + 2 + step, step < limits
-            return guess(logits, slots, sampler, at, batch.generated + step, active)
+            choose = guess_scores if self._paths > 1 else guess
+            return choose(logits, slots, sampler, at, batch.generated + step, active)
 
         if not self._module.recurrent:
             every = self._apply(params, kept[batch.last], method="guesses")[:, : self._most]
             logits = [fitted(gathered_logits(every[:, step]), vocab) for step in range(every.shape[1])]
-            tokens = jnp.stack([own(each, step) for step, each in enumerate(logits)], axis=1)
-            return pools, self._told(self._deviating(jnp.stack(logits, axis=1), tokens))
+            chosen = jnp.stack([own(each, step) for step, each in enumerate(logits)], axis=1)
+            return pools, self._told(self._by_rank(chosen) if self._paths > 1 else chosen[:, None])
         tables, bases = batch.tables[:, 0, batch.owners], batch.bases[batch.owners]
         entering = self._apply(params, kept, method="first")
         hidden, pools = self._pass(params, pools, batch.tokens, entering, batch.positions, tables, bases)
@@ -123,8 +133,12 @@ class HeadPrograms:
         pools, drafted = draft(pools, hidden[batch.last])
         return pools, self._told(drafted)
 
-    def _deviating(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        return deviations(logits, tokens, self._paths) if self._paths > 1 else tokens[:, None]
+    def _by_rank(self, scores: Float[Array, "slots depth vocab"]) -> Int[Array, "slots paths depth"]:
+        """Return the paths of a draft: those of the file's tree, else the likeliest."""
+        if not self._tree:
+            return deviations(scores, self._paths)
+        paths = ranked(scores, [path[: scores.shape[1]] for path in self._tree])
+        return jnp.pad(paths, ((0, 0), (0, self._paths - paths.shape[1]), (0, 0)))
 
     def _told(self, drafted: Int[Array, "slots paths depth"]) -> Int[Array, "slots drafts"]:
         """Flatten the paths of each slot, each padded to the maximum draft length."""
@@ -160,7 +174,8 @@ class _Chain:
     """Drafting of a head that is fed its own states, after the newest pair of each slot.
 
     Attributes:
-        own: draws a slot's token from logits, given the number of steps after that pair.
+        own: draws a slot's token from logits, given the number of steps after that pair; of several paths, scores that
+            rank the tokens.
     """
 
     programs: HeadPrograms
@@ -193,7 +208,7 @@ class _Chain:
         count, most = self.programs._paths, self.programs._most
         logits = self.programs._logits(self.params, state, self.vocab)
         slots = jnp.arange(state.shape[0])[:, None]
-        _, tokens, scores = expand(logits[:, None], jnp.zeros((state.shape[0], 1)), self.own(logits, 0), count)
+        _, tokens, scores = expand(self.own(logits, 0)[:, None], jnp.zeros((state.shape[0], 1)), count)
         drafted = jnp.zeros((state.shape[0], count, most), jnp.int32).at[:, :, 0].set(tokens)
         entering = jnp.broadcast_to(state[:, None, None], (state.shape[0], count, most, state.shape[1]))
 
@@ -202,9 +217,9 @@ class _Chain:
             states, pools = self._whole(pools, drafted, entering, step)
             newest = jnp.take_along_axis(states, (step - 1)[None, None, None, None], axis=2)[:, :, 0]
             logits = self.programs._logits(self.params, newest.reshape(-1, newest.shape[-1]), self.vocab)
-            logits = logits.reshape(*newest.shape[:2], -1)
+            ranks = jax.vmap(lambda each: self.own(each, step), 1, 1)(logits.reshape(*newest.shape[:2], -1))
             known = jnp.where(step < self.batch.limits, scores, -jnp.inf)  # the rest has no pages, or is long enough
-            parents, tokens, scores = expand(logits, known, self.own(logits[:, 0], step), count)
+            parents, tokens, scores = expand(ranks, known, count)
             entering = lax.dynamic_update_index_in_dim(entering, newest, step, 2)[slots, parents]
             drafted = lax.dynamic_update_index_in_dim(drafted[slots, parents], tokens, step, 2)
             return pools, entering, drafted, scores

@@ -35,7 +35,7 @@ from jaxinfer.quant import (
     rounds_activations,
 )
 from jaxinfer.sampling import SamplingLimits
-from jaxinfer.spec import make_drafter
+from jaxinfer.spec import leading_paths, make_drafter
 from jaxinfer.types import VISION, walk_specs
 from jaxinfer.weights.errors import WeightsError
 from jaxinfer.weights.fit import fitted, is_spec
@@ -83,7 +83,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         prepared = _prepared_head if resolved.drafts_by_head else _prepared_draft
         draft = prepared(model.draft, model, resolved, platform)
         model = model.replace(draft=draft)
-        resolved = dataclasses.replace(resolved, num_speculative_tokens=_most_drafts(draft, resolved))
+        resolved = _with_drafts(resolved, draft.config)
     limits = SamplingLimits(
         max_logprobs=resolved.top_logprobs,
         drafts=resolved.speculative is not None,
@@ -225,10 +225,13 @@ def _prepared_head(head: Model, model: Model, engine: ResolvedEngine, platform: 
     return head.replace(cache_spec=cache, specs=specs, params=params)
 
 
-def _most_drafts(draft: Model, engine: ResolvedEngine) -> int:
-    """Return the maximum tokens of a draft: Medusa has one head for each."""
+def _with_drafts(engine: ResolvedEngine, draft: Any) -> ResolvedEngine:
+    """Return the engine with the form of drafts: Medusa has one head for each token, and may have a static tree."""
     asked = engine.num_speculative_tokens
-    return min(asked, getattr(draft.config, "guesses", asked))
+    most = min(asked, getattr(draft, "guesses", asked))
+    nodes = getattr(draft, "choices", ())
+    tree = leading_paths(nodes, engine.speculative_tree, most)
+    return dataclasses.replace(engine, num_speculative_tokens=most, draft_tree=tree)
 
 
 def _named(draft: Model, config: EngineConfig) -> str:

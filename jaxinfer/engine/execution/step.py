@@ -27,12 +27,14 @@ from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.quant.banks import Banked, with_banks
 from jaxinfer.quant.lora_weight import rows_of
 from jaxinfer.sampling import (
+    TYPICAL,
     DraftRows,
     Extras,
     Logprobs,
     Sampled,
     SlotParams,
     SlotState,
+    Typical,
     accepted,
     prompt_logprobs,
     sample,
@@ -144,6 +146,7 @@ def make_decode(
     *,
     whole: bool = False,
     routed: bool = False,
+    typical: Typical = TYPICAL,
 ) -> Callable[..., tuple[StepState, Sampled]]:
     """Make the decode program of a whole model, or of its last pipeline stage. All programs are pure; changed arguments
     are donated.
@@ -157,6 +160,7 @@ def make_decode(
         most_drafts: maximum draft depth.
         whole: rows may ask for the whole vocabulary.
         routed: rows may ask for the experts that their tokens take.
+        typical: see `sample`.
     """
     spec = stage.model.cache_spec
 
@@ -182,7 +186,7 @@ def make_decode(
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         at, done = batch.positions + 1, batch.generated
         given = (at, done, active, max_logprobs, drafts, masks, asks)
-        sampled, slot_state = sample(logits, slots, state.slots, *given, whole=whole)
+        sampled, slot_state = sample(logits, slots, state.slots, *given, whole=whole, typical=typical)
         if sampled.extras is not None:
             sampled = sampled._replace(extras=sampled.extras._replace(routed=experts))
         if drafts is not None:

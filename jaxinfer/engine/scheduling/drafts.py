@@ -51,7 +51,7 @@ class DraftPlanner:
         self._from_one_state = engine.drafts_from_one_state
         self._worth = WORTH_OF_A_PASS if self._on_device and not self._from_one_state else WORTH
         self._paths, self._states = engine.speculative_tree, engine.num_states > 0
-        self.branches = BranchPlanner(engine, pages)
+        self.branches, self._tree = BranchPlanner(engine, pages), engine.draft_tree
         self.forced = list[Draft]()
         """Drafts of grammar-forced tokens in the latest plan; no step waits for them."""
         self._watched: Draft | None = None  # a guess that was not fed
@@ -146,6 +146,8 @@ class DraftPlanner:
         # Paths accepted by rules other than the draw may contradict one another.
         most = 1 if sequence.params.typical else self._paths
         paths = self._drafter.propose(self._drafted(sequence), limit).paths(most) or [[]]
+        if self._tree:
+            paths = [path[: len(ranks)] for path, ranks in zip(paths, self._tree, strict=False)]
         return _Wanted(paths[0], sequence.acceptance.rate, others=paths[1:])
 
     def _feed(self, row: DecodePlan, tokens: list[int], idle: list[int], planned: list[DecodePlan]) -> list[int]:

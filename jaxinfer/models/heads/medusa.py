@@ -19,6 +19,7 @@ from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.quant import matmul_transposed
 from jaxinfer.types import ParamTree
 
+_RANKS = 64  # tokens of a head that may be in a tree: each is a pass over its logits
 _LINEAR = re.compile(r"^(?P<prefix>(?:medusa_head\.)?)(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight$")
 
 
@@ -30,11 +31,13 @@ class MedusaConfig(HeadConfig):
         guesses: number of heads, one draft token each.
         depth: residual layers per head.
         prefix: prefix of the tensor names.
+        choices: nodes of the static draft tree, each the ranks of the tokens up to it; none: drafts have no fixed form.
     """
 
     guesses: int
     depth: int
     prefix: str
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 def config(files: HeadFiles) -> MedusaConfig:
@@ -48,6 +51,7 @@ def config(files: HeadFiles) -> MedusaConfig:
     if not found:
         raise ConfigError("no tensor is named 0.0.linear.weight, as Medusa's first residual layer is")
     size = {name: getattr(target, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position")}
+    guesses = read.positive("medusa_num_heads", 1 + max(int(match["head"]) for match in found))
     rest = {name: getattr(target, name) for name in ("heads", "kv_heads", "head_dim", "norm_eps", "activation")}
     return MedusaConfig(
         **size,
@@ -55,10 +59,27 @@ def config(files: HeadFiles) -> MedusaConfig:
         layers=(),
         tied=False,
         features=target.hidden_size,
-        guesses=read.positive("medusa_num_heads", 1 + max(int(match["head"]) for match in found)),
+        guesses=guesses,
         depth=read.positive("medusa_num_layers", 1 + max(int(match["layer"]) for match in found)),
         prefix=found[0]["prefix"],
+        choices=_choices(read, guesses, target.vocab_size),
     )
+
+
+def _choices(read: ConfigReader, guesses: int, vocab: int) -> tuple[tuple[int, ...], ...]:
+    """Read ``medusa_choices``, as in Medusa's medusa_choices.py: a list of paths of ranks, most useful first."""
+    given: Any = read.get("medusa_choices", [])
+    lists = isinstance(given, list) and all(isinstance(node, list) and node for node in given)
+    read.require(lists, "medusa_choices", "must be a list of lists of ranks")
+    nodes = tuple(map(tuple, given))
+    ranks = all(type(rank) is int and 0 <= rank < min(vocab, _RANKS) for node in nodes for rank in node)
+    read.require(ranks, "medusa_choices", f"must have ranks from 0 to {min(vocab, _RANKS) - 1}")
+    read.require(len({*nodes}) == len(nodes), "medusa_choices", "names a path twice")
+    read.require(all(node[:-1] in {(), *nodes} for node in nodes), "medusa_choices", "lacks the beginning of a path")
+    read.require(
+        max(map(len, nodes), default=0) <= guesses, "medusa_choices", f"has paths of more than {guesses} heads"
+    )
+    return nodes
 
 
 class Medusa(DraftHead):
