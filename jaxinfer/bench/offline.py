@@ -31,7 +31,7 @@ from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.config import EngineConfigError
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LOADING_ERRORS, model_folder
+from jaxinfer.opening import LOADING_ERRORS, model_folder
 from jaxinfer.outputs import Delta
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
