@@ -37,7 +37,7 @@ from jaxinfer.sampling_params import RequestError, SamplingParams
 
 _PIPED_WIDTH = 200  # characters: output of unknown width is not cut
 _ERRORS = (OptionsError, DatasetError, TraceError, BackendError, EngineConfigError, RequestError, *LOADING_ERRORS)
-_OURS = ("named", "model_by_default", "work")  # what the parser adds to the options
+_OURS = ("named", "model_by_default", "work", "settings")  # what the parser adds to the options
 _LATENCIES = {"iteration": "iteration", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 
 
