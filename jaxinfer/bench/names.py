@@ -31,6 +31,7 @@ OFFLINE_ALWAYS: Mapping[str, Always] = {
     "async_engine": Always("true|false", "there is one engine, and AsyncLLM is made of it"),
     "disable_detokenize": Always("false", "outputs are measured as users get them, with their text"),
     "tokenizer": Always(".*", "prompts are token ids"),
+    "profile": Always("false", "a server takes profiles: jaxinfer serve --profile DIR"),
 }
 """Options of vLLM's offline benchmarks that are always so here."""
 

@@ -9,7 +9,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.progress
@@ -37,6 +37,7 @@ from jaxinfer.sampling_params import RequestError, SamplingParams
 
 _PIPED_WIDTH = 200  # characters: output of unknown width is not cut
 _ERRORS = (OptionsError, DatasetError, TraceError, BackendError, EngineConfigError, RequestError, *LOADING_ERRORS)
+_OURS = ("named", "model_by_default", "work", "settings")  # what the parser adds to the options
 _LATENCIES = {"iteration": "iteration", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 
 
@@ -56,14 +57,9 @@ def _command(options: argparse.Namespace, report: Console) -> None:
     with _out(options) as write, _backends(options) as backends:
         llm = backends[JAXINFER].llm
         table.show_header(report, _header(options, llm, backends))
-        found = measure(
-            backends,
-            _items(options, llm),
-            requests=options.requests,
-            warmup=options.warmup,
-            iterations=options.iterations,
-            **_progress(options),
-        )
+        number = {name: getattr(options, name) for name in ("requests", "warmup", "iterations")}
+        with _progress(options.iterations) as on_iteration:
+            found = measure(backends, _items(options, llm), **number, on_iteration=on_iteration)
         content = _content(options, llm, found)
         write(content)
     for name, figures in found.items():
@@ -76,7 +72,7 @@ def _command(options: argparse.Namespace, report: Console) -> None:
 
 
 @contextlib.contextmanager
-def _out(options: argparse.Namespace) -> Iterator[Any]:
+def _out(options: argparse.Namespace) -> Iterator[Callable[[Mapping[str, Any]], object]]:
     """Yield a function that writes the JSON file, which is opened before anything is measured."""
     if options.out is None:
         yield lambda content: None
@@ -201,21 +197,23 @@ def _header(options: argparse.Namespace, llm: LLM, backends: Mapping[str, Any]) 
     return lines | {"requests": requests_line(options), "load": load, "date": date_line()}
 
 
-def _progress(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the argument that draws a bar on a terminal between iterations; none elsewhere."""
+@contextlib.contextmanager
+def _progress(iterations: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that draws a bar on a terminal, between iterations and never during one."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        return {}
-    bar = rich.progress.Progress(console=console, auto_refresh=False, transient=True)
-    task = bar.add_task("iterations", total=options.iterations)
-    return {"on_iteration": lambda done: bar.update(task, completed=done, refresh=True)}
+        yield lambda done: None
+        return
+    with rich.progress.Progress(console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("iterations", total=iterations)
+        yield lambda done: bar.update(task, completed=done, refresh=True)
 
 
 def _content(options: argparse.Namespace, llm: LLM, found: Mapping[str, Any]) -> dict[str, Any]:
     device = llm.memory().devices[0].kind
     about = versions(("jax", "jaxlib", "numpy"))
     head = {"format": ratios.FORMAT, "command": options.command, "device": device, **about}
-    settings = {name: value for name, value in settings_of(options).items() if value is not None}
+    settings = {name: value for name, value in settings_of(options).items() if value is not None and name not in _OURS}
     return {**head, "settings": json.loads(json.dumps(settings)), "backends": found}
 
 

@@ -263,6 +263,7 @@ ANSWERED = {
     "vllm bench latency --model a/b --n 2": "more requests",
     "vllm bench latency --model a/b --use-beam-search": "beam",
     "vllm bench latency --model a/b --disable-detokenize": "text",
+    "vllm bench latency --model a/b --profile": "jaxinfer serve --profile",
     "vllm bench throughput --model a/b --backend mii": "transformers",
     "vllm bench throughput --model a/b --num-iter 3": "--num-iters",
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxinfer.bench import options
+from jaxinfer.bench import commands as bench
 from jaxinfer.cli import serve as door
 from jaxinfer.cli.flags import attribute_docs
 from jaxinfer.serve import keys
@@ -122,8 +122,11 @@ def test_other_commands_of_the_pages_are_understood(pages: dict, capsys: pytest.
     assert len(loads) >= 6
     assert making
     for arguments in loads:
-        given = options.parse(arguments)
-        assert given.self_test or given.target in ("grpc://localhost:50051", "http://localhost:8000")
+        given = bench.parse(arguments)
+        if hasattr(given, "target"):
+            assert given.self_test or given.target in ("grpc://localhost:50051", "http://localhost:8000")
+        else:  # without a server
+            assert given.model
     for arguments in making:
         assert keys.main(arguments) == 0
     assert "sha256: " in capsys.readouterr().out
