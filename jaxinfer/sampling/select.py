@@ -49,16 +49,14 @@ def draw(
 def perturbed(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], active: Rows) -> Logits:
     """Return logits of which the largest is what `select` takes: with temperature and noise in rows that draw. There,
     tokens that a filter drops come after all others."""
-    random, vocab = is_random(slots, active), logits.shape[1]
+    random, heat = is_random(slots, active), jnp.maximum(slots.temperature, GREEDY_BELOW)[:, None]
 
     def noisy() -> Logits:
         peak, _ = argmax(logits)
         weights = weights_of(logits, peak, slots, random)
-        kept, times = (
-            each.reshape(len(logits), -1)[:, :vocab] for each in (weights > 0, _noise(weights, slots, positions))
-        )
-        scaled = (logits - peak[:, None]) / jnp.where(random, slots.temperature, 1)[:, None]
-        return jnp.where(random[:, None], scaled - jnp.log(times) - jnp.where(kept, 0, _DROPPED), logits)
+        added = -jnp.log(_noise(weights, slots, positions)) - jnp.where(weights > 0, 0, _DROPPED)
+        added = added.reshape(len(logits), -1)[:, : logits.shape[1]]
+        return jnp.where(random[:, None], (logits - peak[:, None]) / heat + added, logits)
 
     return lax.cond(jnp.any(random), noisy, lambda: logits)
 
