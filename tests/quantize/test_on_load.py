@@ -16,9 +16,11 @@ from jaxinfer.config.aliases import SettingNameError, our_settings
 from jaxinfer.config.quantization import ON_LOAD, QuantizationConfig
 from jaxinfer.loading import abstract_model
 from jaxinfer.quant.make.recipe import METHODS
-from jaxinfer.quantize import Recipe, quantize, read_calibration
+from jaxinfer.quantize import Recipe, read_calibration
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.text import load_tokenizer
 from jaxinfer.weights import save_params
+from jaxinfer.weights.errors import WeightsError
 from jaxinfer.weights.formats import ADAPTERS
 from tests.fakes import llama_json, random_model
 from tests.quantize.models import folder_of
@@ -176,6 +178,17 @@ def test_an_engine_serves_it_and_takes_new_weights(source: pathlib.Path) -> None
         llm.update_weights(plain.params)
         for path, leaf in jax.tree.leaves_with_path(llm.model.params):
             assert np.asarray(leaf).tobytes() == before[path].tobytes(), path
+
+
+@pytest.mark.slow
+def test_folded_layers_are_updated_together(source: pathlib.Path, text: pathlib.Path) -> None:
+    """AWQ leaves layers whose weights do not fit those of a trainer one by one."""
+    plain, asked = load_model(str(source), show_progress=False), settings("smoothquant", text)
+    small = {"max_model_len": 64, "max_num_seqs": 2, **dataclasses.asdict(asked)}
+    with LLM(str(source), show_progress=False, **small) as llm:
+        with pytest.raises(WeightsError, match="^partial"):
+            llm.update_weights({"layers_0": plain.params["layers_0"]}, partial=True)
+        assert llm.update_weights(plain.params).version == 1
 
 
 _PEAK = """
