@@ -34,7 +34,8 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.opening import model_folder, open_model
-from jaxinfer.quantize import Calibration, Recipe, quantize
+from jaxinfer.quantize import Calibration, Recipe
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.gguf.checkpoint import open_gguf

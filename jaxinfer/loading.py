@@ -66,7 +66,7 @@ from jaxinfer.weights.load import Progress, deferred
 from jaxinfer.weights.native.manifest import is_converted
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
-from jaxinfer.weights.tree import Fill
+from jaxinfer.weights.tree import Fill, Place
 from pallas_kernels.matmul import Layout
 
 _log = logging.getLogger("jaxinfer")
@@ -263,8 +263,9 @@ def load_model(
     """
     mesh = require_mesh(mesh or make_mesh())
     files, source = describe_model(name, dtype, family, families, vision)
-    by_name = quantization is None or isinstance(quantization, str)
-    settings = QuantizationConfig(quantization=quantization) if by_name else quantization
+    settings = quantization
+    if not isinstance(settings, QuantizationConfig):
+        settings = QuantizationConfig(quantization=settings)
     recipe = recipe_for(files, settings)
     model = shardable_model(_quantized(files, source, recipe, settings), mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)

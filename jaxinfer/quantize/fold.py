@@ -31,7 +31,6 @@ from jaxinfer.quantize.structure import (
     divide_values,
     inputs_first,
     multiply,
-    of_all,
     of_queries,
 )
 from jaxinfer.weights.tree import Path
@@ -78,7 +77,7 @@ class Folder:
     def _search(self, norm: Norm, read: Sequence[Path]) -> Vector:
         """Search AWQ's scale for the inputs that all readers of a norm share."""
         every = next((path for path in norm.readers if path[-1] == "router"), read[0])
-        magnitude = _means(of_all(self.statistics[every]))
+        magnitude = _means(self.statistics[every])
         matrices = [pair for path in read for pair in self._matrices(path)]
         return self._best(magnitude, matrices, lambda scale: scale)
 
@@ -157,4 +156,6 @@ def _of_expert(seen: InputStatistics, expert: int) -> InputStatistics:
 
 
 def _means(seen: InputStatistics) -> Vector:
-    return np.asarray(seen.total / np.maximum(seen.rows, 1.0))
+    """Return the means of the absolute values of each input, over all experts."""
+    total, rows = np.asarray(seen.total), np.sum(np.asarray(seen.rows))
+    return np.asarray(total.reshape(-1, total.shape[-1]).sum(0) / np.maximum(rows, 1.0))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quantize.calibration import Calibration, observed, passed
 from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.types import ParamSpec
@@ -172,7 +171,7 @@ class _Trial:
         seen = observed(
             self._module, self._layer.block, self._layer.values, paths, self._hidden, self._calibration, gram=False
         )
-        return {path: of_all(each).total for path, each in seen.items()}
+        return {path: np.asarray(each.total).reshape(-1, each.total.shape[-1]).sum(0) for path, each in seen.items()}
 
     def _beside(self, readers: tuple[Path, ...], inputs: int) -> tuple[Path, ...]:
         """Return other matrices next to the readers that may read the same: as that of a gate, whose inputs are not
@@ -241,10 +240,3 @@ def of_queries(scales: Float[np.ndarray, "points kv_heads dim"], group: int) -> 
     """Return scales of values for the inputs of the output projection: the queries of a group share a value."""
     points, kv_heads, dim = scales.shape
     return np.broadcast_to(scales[:, :, None], (points, kv_heads, group, dim)).reshape(points, -1)
-
-
-def of_all(seen: InputStatistics) -> InputStatistics:
-    """Return the statistics of all experts' inputs together, without Gram matrices; of others as they are."""
-    if np.ndim(seen.rows) == 0:
-        return InputStatistics(*map(np.asarray, seen))
-    return InputStatistics(seen.rows.sum(), np.zeros(()), np.max(seen.largest, 0), np.sum(seen.total, 0))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import quality
-from jaxinfer.quantize import Recipe, quantize
+from jaxinfer.quantize import Recipe
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
 from tests.quantize.models import folder_of, samples

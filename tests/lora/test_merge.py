@@ -13,7 +13,8 @@ from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.merge import merge_lora, model_base
 from jaxinfer.models.model import Model
-from jaxinfer.quantize import Recipe, quantize
+from jaxinfer.quantize import Recipe
+from jaxinfer.quantize.driver import quantize
 from tests.lora.goldens import GOLDENS, golden, load_base, read
 from tests.models.parity import tokenizer_json
 from tools.oracle.adapters_golden import write_base

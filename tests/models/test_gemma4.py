@@ -18,7 +18,8 @@ from jaxinfer.models.families.gemma4 import Gemma4Config
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.heads import kv_copies
 from jaxinfer.quant.banks import known_modules
-from jaxinfer.quantize import Calibration, Recipe, RecipeError, quantize
+from jaxinfer.quantize import Calibration, Recipe, RecipeError
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.types import LayerSpec
 from tests.models.test_parity import golden
 from tools.oracle.golden import write_checkpoint

@@ -9,7 +9,8 @@ import pytest
 
 from jaxinfer.loading import load_model
 from jaxinfer.opening import model_folder
-from jaxinfer.quantize import BUILT_IN, Recipe, quantize, read_calibration
+from jaxinfer.quantize import BUILT_IN, Recipe, read_calibration
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.text import load_tokenizer
 
 LENGTH = 128

@@ -10,7 +10,8 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.quant.make import IntegerGrid, integers
-from jaxinfer.quantize import Recipe, RecipeError, quantize
+from jaxinfer.quantize import Recipe, RecipeError
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import open_files
 from jaxinfer.weights.formats import quantized_weights

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import convert
-from jaxinfer.quantize import Recipe, RecipeError, quantize
+from jaxinfer.quantize import Recipe, RecipeError
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
 from jaxinfer.weights.open import open_model_files

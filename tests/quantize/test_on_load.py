@@ -1,6 +1,7 @@
 """Quantisation while a model is loaded: the parameters of a converted checkpoint, in its memory."""
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from jaxinfer.config.aliases import SettingNameError, our_settings
 from jaxinfer.config.quantization import ON_LOAD, QuantizationConfig
 from jaxinfer.loading import abstract_model
 from jaxinfer.quant.make.recipe import METHODS
-from jaxinfer.quantize import Recipe, quantize, read_calibration
+from jaxinfer.quantize import Recipe, read_calibration
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.text import load_tokenizer
 from jaxinfer.weights import save_params
+from jaxinfer.weights.errors import WeightsError
 from jaxinfer.weights.formats import ADAPTERS
 from tests.fakes import llama_json, random_model
 from tests.quantize.models import folder_of
@@ -177,6 +180,17 @@ def test_an_engine_serves_it_and_takes_new_weights(source: pathlib.Path) -> None
             assert np.asarray(leaf).tobytes() == before[path].tobytes(), path
 
 
+@pytest.mark.slow
+def test_folded_layers_are_updated_together(source: pathlib.Path, text: pathlib.Path) -> None:
+    """AWQ leaves layers whose weights do not fit those of a trainer one by one."""
+    plain, asked = load_model(str(source), show_progress=False), settings("smoothquant", text)
+    small = {"max_model_len": 64, "max_num_seqs": 2, **dataclasses.asdict(asked)}
+    with LLM(str(source), show_progress=False, **small) as llm:
+        with pytest.raises(WeightsError, match="^partial"):
+            llm.update_weights({"layers_0": plain.params["layers_0"]}, partial=True)
+        assert llm.update_weights(plain.params).version == 1
+
+
 _PEAK = """
 import pathlib, re, sys, threading, time
 import jax, jax.numpy as jnp
@@ -194,7 +208,9 @@ thread.start()
 model = load_model(sys.argv[2], show_progress=False, quantization=sys.argv[3])
 ended.append(True)
 thread.join()
-print(most[0] - begin, sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)))
+held = sum(leaf.size * (4 if leaf.dtype.name.endswith("int4") else 8 * leaf.dtype.itemsize) // 8
+           for leaf in jax.tree.leaves(model.params))  # JAX counts a byte for 4 bits
+print(most[0] - begin, held)
 """
 
 
@@ -208,7 +224,8 @@ def test_memory_is_that_of_the_quantised_model_and_a_layer(method: str, tmp_path
         save_params(tmp_path / str(layers), model.params, model.specs, llama_json(num_hidden_layers=layers, **shape))
     layer = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params["layers_0"]))
     command = [sys.executable, "-c", _PEAK, str(tmp_path / "1"), str(tmp_path / "24"), method]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}  # what is freed is the system's
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | at_once)
     peak, held = map(int, done.stdout.split())
-    assert held < 0.3 * 24 * layer
-    assert peak < held + 2 * layer, f"{peak / 1e6:.0f} MB for {held / 1e6:.0f} MB, a layer is {layer / 1e6:.0f} MB"
+    assert held < 0.26 * 24 * layer
+    assert peak < held + layer, f"{peak / 1e6:.0f} MB for {held / 1e6:.0f} MB, a layer is {layer / 1e6:.0f} MB"

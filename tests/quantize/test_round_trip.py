@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import load_model
-from jaxinfer.quantize import Calibration, Recipe, quantize
+from jaxinfer.quantize import Calibration, Recipe
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
 from tests.quantize.models import folder_of

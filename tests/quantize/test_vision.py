@@ -15,7 +15,8 @@ from jaxinfer.convert import Conversion, convert
 from jaxinfer.images.processor import PROCESSOR_FILES
 from jaxinfer.models.model import Model
 from jaxinfer.quant import is_stored
-from jaxinfer.quantize import Recipe, quantize
+from jaxinfer.quantize import Recipe
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.types import VISION
 from jaxinfer.weights.open import open_model_files
 from tests.models.vision.towers import golden_of, images_of

@@ -24,25 +24,29 @@ class LayoutError(ValueError):
     """Error for a layout in which no new values can be stored; the message is a clause with the reason."""
 
 
-def quantized_again[Stored: (Quantized, Split)](like: Stored, weight: Float[Array, "*out k"]) -> Stored:
+def quantized_again[Stored: Quantized | Split](like: Stored, weight: Float[Array, "*out k"]) -> Stored:
     """Return new values of a weight in the layout of ``like``, whose arrays may be specs.
 
     Raises:
         LayoutError: values in this layout are made from statistics, or by another program.
     """
-    if isinstance(like, Split):
-        ends = np.cumsum([piece.shape[like.axis] for piece in like.pieces])[:-1]
-        parts = zip(like.pieces, jnp.split(weight, ends, axis=like.axis), strict=True)
-        dtype = next(piece.dtype for piece in like.pieces if isinstance(piece, Quantized))
-        return dataclasses.replace(like, pieces=tuple(_piece(piece, part, dtype) for piece, part in parts))
+    made: Any = _split(like, weight) if isinstance(like, Split) else _quantized(like, weight)
+    return made
+
+
+def _split(like: Split, weight: Float[Array, "*out k"]) -> Split:
+    ends = np.cumsum([piece.shape[like.axis] for piece in like.pieces])[:-1]
+    parts = zip(like.pieces, jnp.split(weight, ends, axis=like.axis), strict=True)
+    dtype = next(piece.dtype for piece in like.pieces if isinstance(piece, Quantized))
+    pieces = (_quantized(like, part) if isinstance(like, Quantized) else part.astype(dtype) for like, part in parts)
+    return dataclasses.replace(like, pieces=tuple(pieces))
+
+
+def _quantized(like: Quantized, weight: Float[Array, "*out k"]) -> Quantized:
     parts = _made(like, weight.reshape(-1, weight.shape[-1]))
     arrays = {name: parts[name].reshape(*weight.shape[:-1], -1) for name in like.arrays}
     dtypes = {name: part.dtype for name, part in like.layout.parts(like.inputs).items()}
     return like.rebuilt({name: array.astype(dtypes[name]) for name, array in arrays.items()})
-
-
-def _piece(like: Any, weight: Float[Array, "*out k"], dtype: str) -> Any:
-    return quantized_again(like, weight) if isinstance(like, Quantized) else weight.astype(dtype)
 
 
 def _made(like: Quantized, weight: Float[Array, "out k"]) -> Parts:
