@@ -24,7 +24,8 @@ from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import shardable_model
+from jaxinfer.engine.execution.offload import link_bandwidth, offloaded
+from jaxinfer.engine.execution.placement import place_of, shardable_model
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import is_wrapper, text_model, wrapped_name
@@ -39,7 +40,7 @@ from jaxinfer.models.registry import HEADS, Family, family_for
 from jaxinfer.models.vision.registry import vision_family_for
 from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.group import Group
-from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
+from jaxinfer.parallel.mesh import make_mesh, mesh_for, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.planner.memory import MemoryPlan
 from jaxinfer.quant import layout_for_cpu, with_values
@@ -68,7 +69,7 @@ from jaxinfer.weights.ties import with_stored_head
 from jaxinfer.weights.tree import Fill, Place, with_names
 from pallas_kernels.matmul import Layout
 
-_log = logging.getLogger("jaxinfer")
+_log, _start_log = logging.getLogger("jaxinfer"), logging.getLogger("jaxinfer.start")
 
 # Errors of an invalid model folder; each has a one-sentence message for the user.
 LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
@@ -138,10 +139,12 @@ def start_engine(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     with timed("weights loaded"):
-        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template)
+        given = {"family": family, "chat_template": chat_template}
+        loaded = in_memory or load(str(model), dtype, **given, weight_offload_gib=config.weight_offload_gib)
         loaded = with_activations(loaded, config)  # the caller gets the model that is served
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
-        loaded = loaded.laid_out(layout) if layout else loaded
+        loaded = offloaded(loaded.laid_out(layout) if layout else loaded, config.weight_offload_gib, mesh)
+    _report_offload(plan, mesh)
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     if loaded.vision is not None and (sizes := engine.config.encoder_sizes):
@@ -149,6 +152,13 @@ def start_engine(
         loaded = loaded.replace(vision=dataclasses.replace(loaded.vision, processor=bounded))
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _report_offload(plan: MemoryPlan, mesh: Mesh) -> None:
+    """Log what weights in host memory cost, if there are any."""
+    if plan.needs.host.layers:
+        device = own_devices(mesh)[0]
+        _start_log.info(plan.needs.host.text(None if device.platform == "cpu" else link_bandwidth(device)))
 
 
 def _with_tokens(template: ChatTemplate, model: Model) -> ChatTemplate:
@@ -198,7 +208,9 @@ def start_follower(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
     draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
-    loaded = with_draft(load(model, dtype, family=family, chat_template=chat_template), config, draft)
+    given = {"family": family, "chat_template": chat_template}
+    loaded = load(model, dtype, **given, weight_offload_gib=config.weight_offload_gib)
+    loaded = with_draft(loaded, config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -238,6 +250,7 @@ def load_model(
     family: str = "auto",
     chat_template: str | None = None,
     vision: bool = True,
+    weight_offload_gib: float = 0.0,
 ) -> Model:
     """Load config, tokenizer and weights; each tensor goes directly to the device.
 
@@ -257,6 +270,7 @@ def load_model(
             "jaxinfer": the package's own only; ``module:NAME``: import it from there, whatever config.json names.
         chat_template: replaces that of the checkpoint: a file, or the text of a template.
         vision: load the vision tower, if the checkpoint has one; otherwise the model takes text alone.
+        weight_offload_gib: keep so much of each device's weights in host memory, see `EngineConfig`.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence with the reason.
@@ -264,7 +278,7 @@ def load_model(
     """
     mesh = require_mesh(mesh or make_mesh())
     files, model = _describe(name, dtype, family, families, vision)
-    model = shardable_model(model, mesh)
+    model = offloaded(shardable_model(model, mesh), weight_offload_gib, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if model.vision is not None and tokenizer is not None:
         processor = for_vocabulary(model.vision.processor, tokenizer.token_to_id)
@@ -491,7 +505,7 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
         local = [stage for stage in owners if own_devices(stage)]
         if not local:  # other processes read it
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or str(model.dtype))
-        return on_devices(param_sharding(local[0], spec), spec, fill)
+        return on_devices(place_of(local[0], spec), spec, fill)
 
     return _filled(files, model, place, progress, check_finite)
 

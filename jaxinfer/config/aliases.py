@@ -31,6 +31,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_pages": ("num_gpu_blocks_override",),
         "page_size": ("block_size", "tokens_per_block"),
         "swap_space_gib": ("swap_space",),
+        "weight_offload_gib": ("cpu_offload_gb",),
         "max_num_seqs": ("max_running_requests", "max_batch_size", "parallel", "np"),
         "max_num_batched_tokens": ("max_num_tokens",),
         "multi_step": ("num_scheduler_steps",),
@@ -120,11 +121,6 @@ ALWAYS: Mapping[str, Always] = MappingProxyType(
         "gpu_layers": Always(r"\d+|all|auto", _ON_DEVICE),
         "device_map": Always("auto|cuda|cpu|balanced|none", _ON_DEVICE),
         "device": Always("auto|cuda|cpu|gpu", "jax chooses the devices: JAX_PLATFORMS=cpu hides a GPU"),
-        "cpu_offload_gb": Always(
-            r"0(\.0+)?",
-            "weights must fit into device memory: more devices by "
-            "tensor_parallel_size, or fewer bytes by `jaxinfer convert --quantize`; swap_space_gib is for the KV cache",
-        ),
         "mlock": Always("true", "weights are in device memory"),
         "no_mmap": Always("true", "weights are in device memory"),
         "jinja": Always("true", "the chat template of the model is used: chat_template replaces it"),

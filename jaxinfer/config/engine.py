@@ -348,6 +348,10 @@ def _require_simple(config: EngineConfig) -> None:
     _require_grammars(config)
     swap = config.swap_space_gib
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
+    offload, ranks = config.weight_offload_gib, config.enable_dp_attention
+    _require(0 <= offload < math.inf, "weight_offload_gib", offload, "must be finite and not negative")
+    both = "and enable_dp_attention = True exclude each other: ranks share the experts, and each has its own layers"
+    _require(not (offload and ranks), "weight_offload_gib", offload, both)
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     held = config.max_cpu_loras

@@ -21,7 +21,7 @@ from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatc
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.encoder import abstract_layout, make_encode
 from jaxinfer.engine.execution.kernel_trial import try_kernels
-from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
+from jaxinfer.engine.execution.placement import StageArrays, mask_words, mesh_of, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width, returns_experts
 from jaxinfer.engine.execution.step import (
     StepState,
@@ -176,9 +176,7 @@ class _Work:
 
     @property
     def mesh(self) -> Mesh:
-        mesh = _sharding(jax.tree.leaves(self.arrays.params)[0]).mesh
-        assert isinstance(mesh, Mesh)
-        return mesh
+        return mesh_of(self.arrays.params)
 
     @property
     def prefills(self) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.arrays import abstract, put
 from jaxinfer.parallel.heads import as_copied, copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import devices_along, param_sharding, pool_sharding, replicated, state_sharding
-from jaxinfer.parallel.processes import put_whole
+from jaxinfer.parallel.processes import on_host, put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 from jaxinfer.types import EMBEDDING, HEAD, VISION, CacheSpec, LoRATarget, ParamSpec, StateSpec
@@ -64,6 +64,18 @@ def _require_even_states(cache: CacheSpec, devices: int) -> None:
             )
 
 
+def place_of(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
+    """Return the sharding of a parameter, in the memory where it is kept."""
+    sharding = param_sharding(mesh, spec)
+    return on_host(sharding) if spec.on_host else sharding
+
+
+def mesh_of(params: Any) -> Mesh:
+    """Return the mesh of placed parameters; those in the host memory of abstract devices have none."""
+    meshes = (leaf.sharding.mesh for leaf in jax.tree.leaves(params))
+    return next(mesh for mesh in meshes if isinstance(mesh, Mesh))
+
+
 def place_params(model: Model, mesh: Mesh) -> Any:
     """Place the parameters of a spread model on their devices; those already there are not moved."""
     return placed_params(model.specs, model.params, mesh)
@@ -73,7 +85,7 @@ def placed_params(specs: Any, params: Any, mesh: Mesh) -> Any:
     """Place a tree of parameters on a mesh. What is still to be read is read by shards, each once."""
 
     def placed(spec: ParamSpec, value: Any) -> jax.Array:
-        sharding = param_sharding(mesh, spec)
+        sharding = place_of(mesh, spec)
         return on_devices(sharding, spec, value.fill) if isinstance(value, Deferred) else put(value, sharding)
 
     return jax.tree.map(placed, specs, params)
@@ -83,7 +95,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
     """Return parameters like those of `place_params`, as `jax.ShapeDtypeStruct`."""
 
     def placed(spec: ParamSpec, leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place_of(mesh, spec))
 
     return jax.tree.map(placed, model.specs, model.params)
 
