@@ -35,7 +35,7 @@ from jaxinfer.engine.execution.step import (
     with_adapters,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
-from jaxinfer.parallel.arrays import placed_like
+from jaxinfer.parallel.arrays import device_bytes, placed_like
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
@@ -105,7 +105,8 @@ class _Job(NamedTuple):
 
     def options(self, mesh: Mesh) -> dict[str, str] | None:
         """Return the XLA options for these devices."""
-        return compiler_options(mesh, self.loops and not (self.collectives and mesh.size > 1))
+        copies = device_bytes(self.arguments[0], page_locked=True) > 0
+        return compiler_options(mesh, self.loops and not (self.collectives and mesh.size > 1), copies)
 
 
 def compile_stages(

@@ -1,0 +1,62 @@
+"""Rules of programs with weights in host memory: their copies to the device overlap the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxinfer.engine.execution.compiled import temporary_bytes
+from jaxinfer.parallel.arrays import is_page_locked
+from jaxinfer.planner.memory import HostWeights
+from tools.check_programs.hlo import Instruction, read_module
+from tools.check_programs.work import Finding, Program
+
+_ON_HOST = "S(5)"  # memory space of the host in a layout
+_COMPUTES = ("fusion", "custom-call", "while", "conditional", "call")
+
+
+def program_with_copies(executable: Any, params: Any, host: HostWeights, plain: int) -> Program:
+    """Return a compiled program with its findings.
+
+    Args:
+        params: its parameters, abstract.
+        host: what of them is in host memory.
+        plain: temporaries of the program with all weights on the device.
+    """
+    memory, used = executable.memory_analysis(), temporary_bytes(executable)
+    weights = sum(is_page_locked(leaf.sharding) for leaf in jax.tree.leaves(params))
+    found = (*_findings(executable.as_text(), weights), _on_host(memory, host), _buffers(used - plain, host))
+    return Program(memory.argument_size_in_bytes, used, sums=0, gathers=0, kernels=0, findings=found)
+
+
+def _on_host(memory: Any, host: HostWeights) -> Finding:
+    found = memory.host_argument_size_in_bytes
+    return Finding("bytes in host memory", str(found), str(host.bytes), found == host.bytes)
+
+
+def _buffers(used: int, host: HostWeights) -> Finding:
+    return Finding("bytes of buffers", str(used), str(host.buffers), used <= host.buffers)
+
+
+def _findings(text: str, weights: int) -> Iterator[Finding]:
+    found = list(copies(text))
+    yield Finding("copies beside the program", str(len(found)), str(weights), len(found) == weights)
+    alone = [name for name, computed in found if not computed]
+    first = next((place for place, (_, computed) in enumerate(found) if computed), len(found))
+    yield Finding("copies that nothing overlaps", str(len(alone)), f"{first}, the first", len(alone) == first)
+
+
+def copies(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the asynchronous copies from the host in the order of their starts, each with the number of kernels and
+    products between its start and its end."""
+    for body in read_module(text).computations.values():
+        ends = {one.operands[0]: place for place, one in enumerate(body) if one.opcode == "copy-done"}
+        for place, one in enumerate(body):
+            if one.opcode == "copy-start" and _ON_HOST in one.line.partition(" copy-start(")[0]:
+                yield one.name, sum(map(_computes, body[place : ends[one.name]]))
+
+
+def _computes(one: Instruction) -> bool:
+    return one.opcode in _COMPUTES
