@@ -25,7 +25,7 @@ from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.offload import link_bandwidth, offloaded
-from jaxinfer.engine.execution.placement import place_of, shardable_model
+from jaxinfer.engine.execution.placement import place_of, shardable_model, with_tensor_size
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import is_wrapper, text_model, wrapped_name
@@ -40,7 +40,7 @@ from jaxinfer.models.registry import HEADS, Family, family_for
 from jaxinfer.models.vision.registry import vision_family_for
 from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.group import Group
-from jaxinfer.parallel.mesh import make_mesh, mesh_for, require_mesh, stages
+from jaxinfer.parallel.mesh import asked, make_mesh, mesh_for, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.planner.memory import MemoryPlan
 from jaxinfer.quant import layout_for_cpu, with_values
@@ -125,7 +125,7 @@ def start_engine(
         ValueError: parameters of a `Model` do not match its specs; names the first.
     """
     use_compilation_cache(compilation_cache_dir)
-    platform, mesh = jax.default_backend(), mesh_for(config)
+    platform = jax.default_backend()
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     if chat_template is not None:
         given = given_template(chat_template)  # reject an invalid template before planning
@@ -133,6 +133,8 @@ def start_engine(
     planned = in_memory or abstract_model(str(model), dtype, family)
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
+        config = _with_tensor_size(config, planned)
+        mesh = mesh_for(config)
         layout = _layout(planned, config, mesh) if in_memory is None else None
         plan, sized = _plan(planned.laid_out(layout) if layout else planned, config, mesh, group)
     load = functools.partial(
@@ -152,6 +154,14 @@ def start_engine(
         loaded = loaded.replace(vision=dataclasses.replace(loaded.vision, processor=bounded))
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _with_tensor_size(config: EngineConfig, model: Model) -> EngineConfig:
+    found = with_tensor_size(config, model, jax.devices())
+    if found is not config:
+        size, present = found.tensor_parallel_size, jax.device_count()
+        _start_log.info("tensor_parallel_size = auto is %d: %s, %d present", size, asked(mesh_for(found).shape), present)
+    return found
 
 
 def _report_offload(plan: MemoryPlan, mesh: Mesh) -> None:
@@ -201,9 +211,10 @@ def start_follower(
     The executors are for `jaxinfer.engine.distributed.leader.follow`. Arguments and errors are those of `start_engine`.
     """
     use_compilation_cache(compilation_cache_dir)
+    planned = with_draft(abstract_model(model, dtype, family), config, abstract_draft(config, dtype))
+    config = _with_tensor_size(config, planned)
     mesh = mesh_for(config)
-    planned = abstract_model(model, dtype, family)
-    plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
+    plan, sized = _plan(planned, config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )

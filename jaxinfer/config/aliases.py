@@ -349,7 +349,7 @@ def _translated(name: str, value: Any, known: Collection[str]) -> Iterator[tuple
     if ours == "speculative_model" and value == "[ngram]" and ours in known:
         yield "speculative", "ngram"
     elif ours in known:
-        yield ours, method_of(value) if ours == "speculative" else value
+        yield ours, _own_value(ours, value)
     elif (switch := SWITCHES.get(name)) is not None and switch[0] in known and isinstance(value, bool):
         yield switch[0], switch[1] is value
     elif name == "speculative_config":
@@ -358,6 +358,13 @@ def _translated(name: str, value: Any, known: Collection[str]) -> Iterator[tuple
         yield name, value
     else:
         require_always(name, value)
+
+
+def _own_value(name: str, value: Any) -> Any:
+    """Return the value of our setting ``name``, which may be written otherwise."""
+    if name == "speculative":
+        return method_of(value)
+    return 0 if name == "tensor_parallel_size" and value == "auto" else value
 
 
 def require_always(name: str, value: Any, always: Mapping[str, Always] = ALWAYS) -> None:

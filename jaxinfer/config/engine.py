@@ -321,7 +321,6 @@ _AT_LEAST_ONE = (
     "speculative_tree",
     "prompt_lookup_min",
     "suffix_cache_tokens",
-    "tensor_parallel_size",
     "expert_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
@@ -335,6 +334,8 @@ def _require_simple(config: EngineConfig) -> None:
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
     for name in _AT_LEAST_ONE:
         _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
+    size = config.tensor_parallel_size
+    _require(size >= 0, "tensor_parallel_size", size, "must be at least 1, or auto")
     for name in ("max_num_seqs", "max_waiting_requests", "max_waiting_sequences", "max_waiting_tokens"):
         limit = getattr(config, name)
         _require(limit is None or limit >= 1, name, limit, "must be at least 1")
@@ -409,8 +410,8 @@ def _require_dp_attention(config: EngineConfig) -> None:
 
 
 def _require_even_tokens(config: EngineConfig) -> None:
-    """Reject settings that conflict with ``sequence_parallel_norms``."""
-    if not config.sequence_parallel_norms:
+    """Reject settings that conflict with ``sequence_parallel_norms``, once the number of devices is known."""
+    if not config.sequence_parallel_norms or not config.devices:
         return
     name, devices = "sequence_parallel_norms", config.devices
     both = "and enable_dp_attention = True exclude each other: each device has tokens of its own"

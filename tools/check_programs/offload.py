@@ -44,8 +44,7 @@ def _findings(text: str, weights: int) -> Iterator[Finding]:
     found = list(copies(text))
     yield Finding("copies beside the program", str(len(found)), str(weights), len(found) == weights)
     alone = [name for name, computed in found if not computed]
-    first = next((place for place, (_, computed) in enumerate(found) if computed), len(found))
-    yield Finding("copies that nothing overlaps", str(len(alone)), f"{first}, the first", len(alone) == first)
+    yield Finding("copies that nothing overlaps", ", ".join(alone) or "none", "none", not alone)
 
 
 def copies(text: str) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ Pools and parameters are created in place: no device ever holds more than its ow
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import EngineConfigError, ResolvedEngine
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.encoder import abstract_cache, text_part
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import Pool, new_pools, with_states
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.arrays import abstract, put
 from jaxinfer.parallel.heads import as_copied, copied, kv_copies, require_even, require_experts, with_copies
-from jaxinfer.parallel.mesh import devices_along, param_sharding, pool_sharding, replicated, state_sharding
+from jaxinfer.parallel.mesh import devices_along, mesh_for, param_sharding, pool_sharding, replicated, state_sharding
 from jaxinfer.parallel.processes import on_host, put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
@@ -42,6 +42,27 @@ def shardable_model(model: Model, mesh: Mesh) -> Model:
     require_experts(made.specs, mesh.shape)
     _require_even_states(model.cache_spec, devices_along(mesh.shape, "heads"))
     return made
+
+
+def with_tensor_size(config: EngineConfig, model: Model, devices: Sequence[Any]) -> EngineConfig:
+    """Return the settings with the largest tensor-parallel size that divides the devices and over which the model, and
+    its draft model, can be sharded, if the size is to be chosen. Parameters may be abstract."""
+    if config.tensor_parallel_size:
+        return config
+    others = config.expert_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    most = max(1, len(devices) // others)
+    sizes = (dataclasses.replace(config, tensor_parallel_size=n) for n in range(most, 0, -1) if most % n == 0)
+    alone = dataclasses.replace(config, tensor_parallel_size=1)  # and it is rejected later, with the reason
+    return next((each for each in sizes if _is_shardable(model, each, devices)), alone)
+
+
+def _is_shardable(model: Model, config: EngineConfig, devices: Sequence[Any]) -> bool:
+    try:
+        for each in filter(None, (model, model.draft)):
+            shardable_model(each.replace(draft=None), mesh_for(config, devices))
+    except EngineConfigError:
+        return False
+    return True
 
 
 def with_copied_heads(model: Model, mesh: Mesh) -> Model:
