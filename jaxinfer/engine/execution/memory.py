@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.execution.offload import host_weights, layers_of
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, abstract_params, mesh_of
