@@ -160,7 +160,9 @@ def _with_tensor_size(config: EngineConfig, model: Model) -> EngineConfig:
     found = with_tensor_size(config, model, jax.devices())
     if found is not config:
         size, present = found.tensor_parallel_size, jax.device_count()
-        _start_log.info("tensor_parallel_size = auto is %d: %s, %d present", size, asked(mesh_for(found).shape), present)
+        _start_log.info(
+            "tensor_parallel_size = auto is %d: %s, %d present", size, asked(mesh_for(found).shape), present
+        )
     return found
 
 

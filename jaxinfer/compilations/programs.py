@@ -23,7 +23,7 @@ _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 _GPU_LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
-# By default two copies from the host may be in flight: the first ones of a layer would end before the layer ahead begins.
+# By default two copies from the host may be in flight: a layer would wait for the first ones of the next layer.
 _GPU_COPY_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": "256"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from jaxinfer.planner.memory import HostWeights
 from tools.check_programs.hlo import Instruction, read_module
 from tools.check_programs.work import Finding, Program
 
-_ON_HOST = "S(5)"  # memory space of the host in a layout
+# Copies to the device of arrays in the host's memory space.
+_FROM_HOST = re.compile(r"= \((?P<to>[^ ]+), [^ ]+S\(5\)[^ ]*, [^ ]+\) copy-start\(")
 _COMPUTES = ("fusion", "custom-call", "while", "conditional", "call")
 
 
@@ -53,7 +55,7 @@ def copies(text: str) -> Iterator[tuple[str, int]]:
     for body in read_module(text).computations.values():
         ends = {one.operands[0]: place for place, one in enumerate(body) if one.opcode == "copy-done"}
         for place, one in enumerate(body):
-            if one.opcode == "copy-start" and _ON_HOST in one.line.partition(" copy-start(")[0]:
+            if (found := _FROM_HOST.search(one.line)) is not None and "S(5)" not in found["to"]:
                 yield one.name, sum(map(_computes, body[place : ends[one.name]]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jaxinfer.engine.execution.stages import cut
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.arrays import array_bytes, device_bytes, in_memory, is_page_locked
-from jaxinfer.parallel.mesh import param_sharding
+from jaxinfer.parallel.mesh import devices_along
 from jaxinfer.parallel.processes import PAGE_LOCKED, own_devices
 from jaxinfer.planner.memory import HostWeights
 from jaxinfer.types import ParamSpec
@@ -129,7 +130,8 @@ def _sizes(model: Model, mesh: Mesh) -> dict[_Unit, int]:
 
     def count(path: Any, spec: ParamSpec, leaf: Any) -> None:
         if (unit := _unit(path, spec)) is not None:
-            sizes[unit] += array_bytes(param_sharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+            devices = math.prod(devices_along(mesh.shape, axis) for axis in spec.axes)  # heads may not be copied yet
+            sizes[unit] += array_bytes(leaf.shape, leaf.dtype) // devices
 
     jax.tree_util.tree_map_with_path(count, model.specs, model.params)
     return dict(sizes)
@@ -156,7 +158,7 @@ def _spaced(units: Sequence[_Unit], sizes: dict[_Unit, int], wanted: int) -> set
 
 
 def _unit(path: Any, spec: ParamSpec) -> _Unit | None:
-    """Return the unit of a parameter; None: it stays on the device. Copies of vectors would cost more than they save."""
+    """Return the unit of a parameter; None: it stays on the device, as vectors do, whose copies would save nothing."""
     name = path[0].key
     if not name.startswith(_LAYER) or len(spec.shape) < 2:
         return None

@@ -110,6 +110,7 @@ def limited(monkeypatch, total):
     monkeypatch.setattr(memory, "device_budget", lambda device, utilization, *_: Budget(total, utilization))
 
 
+@pytest.mark.slow
 def test_a_model_of_twice_the_memory_generates_the_same_tokens(monkeypatch, caplog):
     sizes = {"hidden_size": 64, "intermediate_size": 384, "num_key_value_heads": 1, "num_hidden_layers": 6}
     model, settings = random_model(**sizes), {**SETTINGS, "max_model_len": 64, "prefill_sizes": (16,), "num_pages": 10}
