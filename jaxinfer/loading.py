@@ -24,8 +24,13 @@ from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.offload import link_bandwidth, offloaded
-from jaxinfer.engine.execution.placement import place_of, shardable_model, with_tensor_size
+from jaxinfer.engine.execution.placement import (
+    link_bandwidth,
+    offloaded,
+    place_of,
+    shardable_model,
+    with_tensor_size,
+)
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import is_wrapper, text_model, wrapped_name
@@ -40,7 +45,7 @@ from jaxinfer.models.registry import HEADS, Family, family_for
 from jaxinfer.models.vision.registry import vision_family_for
 from jaxinfer.models.vision.tower import Vision
 from jaxinfer.parallel.group import Group
-from jaxinfer.parallel.mesh import asked, make_mesh, mesh_for, require_mesh, stages
+from jaxinfer.parallel.mesh import make_mesh, mesh_for, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.planner.memory import MemoryPlan
 from jaxinfer.quant import layout_for_cpu, with_values
@@ -159,10 +164,8 @@ def start_engine(
 def _with_tensor_size(config: EngineConfig, model: Model) -> EngineConfig:
     found = with_tensor_size(config, model, jax.devices())
     if found is not config:
-        size, present = found.tensor_parallel_size, jax.device_count()
-        _start_log.info(
-            "tensor_parallel_size = auto is %d: %s, %d present", size, asked(mesh_for(found).shape), present
-        )
+        used, size = mesh_for(found).size, found.tensor_parallel_size
+        _start_log.info("tensor_parallel_size = auto is %d: %d of %d devices", size, used, jax.device_count())
     return found
 
 

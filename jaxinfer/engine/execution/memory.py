@@ -14,8 +14,14 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.execution.offload import host_weights, layers_of
-from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, abstract_params, mesh_of
+from jaxinfer.engine.execution.placement import (
+    StageArrays,
+    abstract_arrays,
+    abstract_params,
+    host_weights,
+    layers_of,
+    mesh_of,
+)
 from jaxinfer.engine.execution.prepare import Prepared, prepare, resolve_for
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, unshared
 from jaxinfer.models.model import Model

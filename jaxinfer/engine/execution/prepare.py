@@ -16,8 +16,13 @@ from jaxinfer.config.defaults import Defaults, of_platform
 from jaxinfer.config.engine import Backend
 from jaxinfer.config.speculative import other_vocabulary
 from jaxinfer.engine.execution.encoder import image_needs, text_part
-from jaxinfer.engine.execution.offload import by_layers, offloaded
-from jaxinfer.engine.execution.placement import placed_params, shardable_model, with_copied_heads
+from jaxinfer.engine.execution.placement import (
+    by_layers,
+    offloaded,
+    placed_params,
+    shardable_model,
+    with_copied_heads,
+)
 from jaxinfer.engine.execution.stages import returns_experts
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared

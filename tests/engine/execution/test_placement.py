@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.engine.execution import memory
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.offload import by_layers, host_weights, offloaded
+from jaxinfer.engine.execution.placement import by_layers, host_weights, offloaded
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import abstract
@@ -169,14 +169,14 @@ def test_settings_that_cannot_be_are_rejected_by_name(monkeypatch):
         {"weight_offload_gib": float("inf")},
         {"weight_offload_gib": 1.0, "enable_dp_attention": True, "expert_parallel_size": 2},
     ):
-        with pytest.raises(EngineConfigError, match="^weight_offload_gib = "):
+        with pytest.raises(EngineConfigError, match=r"^weight_offload_gib = "):
             check(EngineConfig(**changes))
     model = random_model()
-    with pytest.raises(EngineConfigError, match="^weight_offload_gib = 1 cannot be: .*Decoder"):
+    with pytest.raises(EngineConfigError, match=r"^weight_offload_gib = 1 cannot be: .*Decoder"):
         offloaded(model.replace(module=nn.Dense(1)), 1.0, make_mesh())
     config = EngineConfig(max_num_seqs=2, max_model_len=128, weight_offload_gib=ALL)
     monkeypatch.setattr(memory, "available_memory", lambda: 1)
-    with pytest.raises(EngineConfigError, match="^weight_offload_gib = 100 cannot be: .*host memory"):
+    with pytest.raises(EngineConfigError, match=r"^weight_offload_gib = 100 cannot be: .*host memory"):
         plan_engine(model, config, "cpu")
 
 
