@@ -57,7 +57,7 @@ def _fetched(tree: Any, after: Any = None) -> Any:
     if after is not None:  # else XLA copies all layers at once
         held, leaves = _once(after, held, leaves)
     copies = iter([jax.device_put(leaf, jax.memory.Space.Device) for leaf in held])
-    return structure.unflatten([next(copies) if _on_host(leaf) else leaf for leaf in leaves])
+    return jax.tree.unflatten(structure, [next(copies) if _on_host(leaf) else leaf for leaf in leaves])
 
 
 def _once(after: Any, held: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:

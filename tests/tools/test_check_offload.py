@@ -1,12 +1,13 @@
 """The check of copies from host memory, and the programs of an H100: the copies overlap computation."""
 
 import dataclasses
+import re
 
 import pytest
 
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
 from tools.check_programs.__main__ import run
-from tools.check_programs.offload import copies
+from tools.check_programs.offload import _findings, copies
 from tools.check_programs.work import Work
 
 HLO = """\
@@ -31,6 +32,14 @@ ENTRY %main (w0: bf16[4,8], w1: bf16[4,8], x: bf16[2,4]) -> bf16[2,8] {
 
 def test_kernels_during_a_copy_are_counted():
     assert dict(copies(HLO)) == {"copy-start.0": 0, "copy-start.1": 1}
+
+
+def test_arguments_in_host_memory_that_are_not_copied_are_found():
+    named = re.sub(r"parameter\((\d)\)", r"""parameter(\1), metadata={op_name="params['w\1']"}""", HLO)
+    held = {one.rule: one.holds for one in _findings(named)}
+    assert held == {"copies beside the program": True, "copies that nothing overlaps": False}
+    alone = re.sub(r"  %copy-(start|done).1 .*\n", "", named).replace("%copy-done.1", "%w1")
+    assert not {one.rule: one.holds for one in _findings(alone)}["copies beside the program"]
 
 
 def test_work_with_weights_in_host_memory_says_so():

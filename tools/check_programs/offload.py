@@ -6,30 +6,27 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from jaxinfer.engine.execution.compiled import temporary_bytes
-from jaxinfer.parallel.arrays import is_page_locked
 from jaxinfer.planner.memory import HostWeights
-from tools.check_programs.hlo import Instruction, read_module
+from tools.check_programs.hlo import Instruction, Module, read_module
 from tools.check_programs.work import Finding, Program
 
 # Copies to the device of arrays in the host's memory space.
 _FROM_HOST = re.compile(r"= \((?P<to>[^ ]+), [^ ]+S\(5\)[^ ]*, [^ ]+\) copy-start\(")
+_IN_HOST = "S(5)"  # memory space of the host in a layout
+_FIXED = 1 << 20  # bytes in addition to the buffers
 _COMPUTES = ("fusion", "custom-call", "while", "conditional", "call")
 
 
-def program_with_copies(executable: Any, params: Any, host: HostWeights, plain: int) -> Program:
+def program_with_copies(executable: Any, host: HostWeights, plain: int) -> Program:
     """Return a compiled program with its findings.
 
     Args:
-        params: its parameters, abstract.
-        host: what of them is in host memory.
+        host: what of its weights is in host memory.
         plain: temporaries of the program with all weights on the device.
     """
     memory, used = executable.memory_analysis(), temporary_bytes(executable)
-    weights = sum(is_page_locked(leaf.sharding) for leaf in jax.tree.leaves(params))
-    found = (*_findings(executable.as_text(), weights), _on_host(memory, host), _buffers(used - plain, host))
+    found = (*_findings(executable.as_text()), _on_host(memory, host), _buffers(used - plain, host))
     return Program(memory.argument_size_in_bytes, used, sums=0, gathers=0, kernels=0, findings=found)
 
 
@@ -39,14 +36,21 @@ def _on_host(memory: Any, host: HostWeights) -> Finding:
 
 
 def _buffers(used: int, host: HostWeights) -> Finding:
-    return Finding("bytes of buffers", str(used), str(host.buffers), used <= host.buffers)
+    return Finding("bytes of buffers", str(used), str(host.buffers), used <= host.buffers + _FIXED)
 
 
-def _findings(text: str, weights: int) -> Iterator[Finding]:
-    found = list(copies(text))
+def _findings(text: str) -> Iterator[Finding]:
+    found, weights = list(copies(text)), _read(read_module(text))
     yield Finding("copies beside the program", str(len(found)), str(weights), len(found) == weights)
     alone = [name for name, computed in found if not computed]
     yield Finding("copies that nothing overlaps", ", ".join(alone) or "none", "none", not alone)
+
+
+def _read(module: Module) -> int:
+    """Count the arguments in host memory that the program reads: of a prompt's last layer only keys and values are
+    needed."""
+    read = {name for one in module.computations[module.entry] for name in one.operands}
+    return sum(_IN_HOST in one.line.partition(" parameter(")[0] and one.name in read for one in module.weights())
 
 
 def copies(text: str) -> Iterator[tuple[str, int]]:
@@ -55,7 +59,7 @@ def copies(text: str) -> Iterator[tuple[str, int]]:
     for body in read_module(text).computations.values():
         ends = {one.operands[0]: place for place, one in enumerate(body) if one.opcode == "copy-done"}
         for place, one in enumerate(body):
-            if (found := _FROM_HOST.search(one.line)) is not None and "S(5)" not in found["to"]:
+            if (found := _FROM_HOST.search(one.line)) is not None and _IN_HOST not in found["to"]:
                 yield one.name, sum(map(_computes, body[place : ends[one.name]]))
 
 

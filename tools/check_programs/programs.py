@@ -256,7 +256,7 @@ def _offloading(work: Work, planned: Planned, compiled: Sequence[Any], seconds: 
         others = compile_largest(whole.stage, whole.arrays, whole.engine)
     plain = {_name(one.as_text()): temporary_bytes(one) for one in others}
     programs = {
-        name: program_with_copies(one, planned.arrays.params, planned.needs.host, plain[name])
+        name: program_with_copies(one, planned.needs.host, plain[name])
         for one in compiled
         if (name := _name(one.as_text()))
     }

@@ -1,7 +1,7 @@
 """Placement of an engine's arrays on its mesh: parameters, KV pools, and the sampler state of each slot.
 
-Pools and parameters are created in place: no device ever holds more than its own shards. Some weights may be placed in host
-memory.
+Pools and parameters are created in place: no device ever holds more than its own shards. Some weights may be placed in
+host memory.
 """
 
 from __future__ import annotations
