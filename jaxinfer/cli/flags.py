@@ -129,7 +129,7 @@ def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
     """Return argparse options for a value of type ``kind``. None in a union means that the flag is optional or, with
     another default, that it may be ``off``."""
     if name == "tensor_parallel_size":
-        return {"type": _number_or_auto, "metavar": "N|auto"}
+        return {"type": _number_or_auto, "metavar": "N"}
     if isinstance(kind, types.UnionType):
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
         if kind is int and default is not None:

@@ -65,10 +65,12 @@ def require_host_memory(gib: float, weights: int = 0) -> None:
     locks on the host: a page that could not be allocated would end the engine."""
     limit = int(os.environ.get(_LOCKED_MEMORY, "64"))  # 64 is XLA's own default
     if (own := gib / jax.process_count()) + weights / 2**30 > _FOR_PAGES * limit:
-        with_weights = f" beside {weights / 2**30:.1f} GiB of weights (weight_offload_gib)" if weights else ""
+        beside, both = "", "pages"
+        if weights:
+            beside, both = f" beside {weights / 2**30:.1f} GiB of weights (weight_offload_gib)", "pages and weights"
         raise EngineConfigError(
-            f"swap_space_gib = {gib:g} is {own:g} in each process{with_weights}, and of the {limit} GiB that XLA locks "
-            f"on a host at most {_FOR_PAGES:.0%} are for these: set {_LOCKED_MEMORY} to more"
+            f"swap_space_gib = {gib:g} is {own:g} in each process{beside}, and of the {limit} GiB that XLA locks on a "
+            f"host at most {_FOR_PAGES:.0%} are for {both}: set {_LOCKED_MEMORY} to more"
         )
 
 
