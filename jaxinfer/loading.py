@@ -25,7 +25,13 @@ from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import plan_engine
-from jaxinfer.engine.execution.placement import shardable_model
+from jaxinfer.engine.execution.placement import (
+    link_bandwidth,
+    offloaded,
+    place_of,
+    shardable_model,
+    with_tensor_size,
+)
 from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import text_model
@@ -44,7 +50,7 @@ from jaxinfer.opening import (
     write_companions,
 )
 from jaxinfer.parallel.group import Group
-from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
+from jaxinfer.parallel.mesh import make_mesh, mesh_for, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.planner.memory import MemoryPlan
 from jaxinfer.quant import layout_for_cpu, with_values
@@ -69,7 +75,7 @@ from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.tree import Fill, Place
 from pallas_kernels.matmul import Layout
 
-_log = logging.getLogger("jaxinfer")
+_log, _start_log = logging.getLogger("jaxinfer"), logging.getLogger("jaxinfer.start")
 _AS_IT_IS = QuantizationConfig()
 
 
@@ -114,7 +120,7 @@ def start_engine(
         ValueError: parameters of a `Model` do not match its specs; names the first.
     """
     use_compilation_cache(compilation_cache_dir)
-    platform, mesh = jax.default_backend(), mesh_for(config)
+    platform = jax.default_backend()
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     if chat_template is not None:
         given = given_template(chat_template)  # reject an invalid template before planning
@@ -124,16 +130,20 @@ def start_engine(
     planned = in_memory or abstract_model(str(model), dtype, family, quantization=config)
     with timed("memory planned"):
         planned = with_draft(planned, config, abstract_draft(config, dtype))
+        config = _with_tensor_size(config, planned)
+        mesh = mesh_for(config)
         layout = _layout(planned, config, mesh) if in_memory is None else None
         plan, sized = _plan(planned.laid_out(layout) if layout else planned, config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
+    target = functools.partial(load, quantization=config, weight_offload_gib=config.weight_offload_gib)
     with timed("weights loaded"):
-        loaded = in_memory or load(str(model), dtype, family=family, chat_template=chat_template, quantization=config)
+        loaded = in_memory or target(str(model), dtype, family=family, chat_template=chat_template)
         loaded = with_activations(loaded, config)  # the caller gets the model that is served
         loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
-        loaded = loaded.laid_out(layout) if layout else loaded
+        loaded = offloaded(loaded.laid_out(layout) if layout else loaded, config.weight_offload_gib, mesh)
+    _report_offload(plan, mesh)
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     if loaded.vision is not None and (sizes := engine.config.encoder_sizes):
@@ -141,6 +151,21 @@ def start_engine(
         loaded = loaded.replace(vision=dataclasses.replace(loaded.vision, processor=bounded))
     _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _with_tensor_size(config: EngineConfig, model: Model) -> EngineConfig:
+    found = with_tensor_size(config, model, jax.devices())
+    if found is not config:
+        used, size = mesh_for(found).size, found.tensor_parallel_size
+        _start_log.info("tensor_parallel_size = auto is %d: %d of %d devices", size, used, jax.device_count())
+    return found
+
+
+def _report_offload(plan: MemoryPlan, mesh: Mesh) -> None:
+    """Log what weights in host memory cost, if there are any."""
+    if plan.needs.host.layers:
+        device = own_devices(mesh)[0]
+        _start_log.info(plan.needs.host.text(None if device.platform == "cpu" else link_bandwidth(device)))
 
 
 def _with_tokens(template: ChatTemplate, model: Model) -> ChatTemplate:
@@ -183,15 +208,17 @@ def start_follower(
     The executors are for `jaxinfer.engine.distributed.leader.follow`. Arguments and errors are those of `start_engine`.
     """
     use_compilation_cache(compilation_cache_dir)
-    mesh = mesh_for(config)
     planned = abstract_model(model, dtype, family, quantization=config)
-    plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
+    planned = with_draft(planned, config, abstract_draft(config, dtype))
+    config = _with_tensor_size(config, planned)
+    mesh = mesh_for(config)
+    plan, sized = _plan(planned, config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
     draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
-    target = load(model, dtype, family=family, chat_template=chat_template, quantization=config)
-    loaded = with_draft(target, config, draft)
+    target = functools.partial(load, quantization=config, weight_offload_gib=config.weight_offload_gib)
+    loaded = with_draft(target(model, dtype, family=family, chat_template=chat_template), config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -235,6 +262,7 @@ def load_model(
     chat_template: str | None = None,
     vision: bool = True,
     quantization: str | QuantizationConfig | None = None,
+    weight_offload_gib: float = 0.0,
 ) -> Model:
     """Load config, tokenizer and weights; each tensor goes directly to the device.
 
@@ -255,6 +283,7 @@ def load_model(
         chat_template: replaces that of the checkpoint: a file, or the text of a template.
         vision: load the vision tower, if the checkpoint has one; otherwise the model takes text alone.
         quantization: quantise a model that is not, a weight after the other: the name of a method, or all settings.
+        weight_offload_gib: keep so much of each device's weights in host memory, see `EngineConfig`.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence with the reason.
@@ -268,6 +297,7 @@ def load_model(
         settings = QuantizationConfig(quantization=settings)
     recipe = recipe_for(files, settings)
     model = shardable_model(_quantized(files, source, recipe, settings), mesh)
+    model = offloaded(model, weight_offload_gib, mesh)
     tokenizer, template = find_tokenizer(files.path), load_template(files.path, chat_template)
     if model.vision is not None and tokenizer is not None:
         processor = for_vocabulary(model.vision.processor, tokenizer.token_to_id)
@@ -387,7 +417,7 @@ def _place(model: Model, mesh: Mesh) -> Place:
         local = [stage for stage in owners if own_devices(stage)]
         if not local:  # other processes read it
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or str(model.dtype))
-        return on_devices(param_sharding(local[0], spec), spec, fill)
+        return on_devices(place_of(local[0], spec), spec, fill)
 
     return place
 

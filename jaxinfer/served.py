@@ -18,7 +18,8 @@ from jaxinfer.engine.execution.stages import unshared
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import bias_path, merge_lora
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.arrays import abstract, in_memory, overlaid
+from jaxinfer.parallel.arrays import abstract, in_memory, is_page_locked, overlaid
+from jaxinfer.parallel.processes import PAGE_LOCKED
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import HEAD, walk_specs
 from jaxinfer.weights.errors import CheckpointError
@@ -40,7 +41,6 @@ CACHE, WEIGHTS = "kv_cache", "weights"
 TAGS = (CACHE, WEIGHTS)
 MODES = ("wait", "keep", "abort")
 _AFTER_THE_LAYERS = frozenset(("final_norm", HEAD[0]))  # they change no keys and values
-_PAGE_LOCKED = "pinned_host"
 _AT_ONCE = 1 << 30  # bytes that may be copied at once
 
 
@@ -305,30 +305,32 @@ class _Kept(NamedTuple):
     """Weights in host memory, of the model or of its draft model (``drafts``)."""
 
     drafts: bool
+    specs: Any
     params: Any
 
     @staticmethod
     def of(model: Model, *, drafts: bool = False) -> _Kept:
-        return _Kept(drafts, jax.block_until_ready(jax.tree.map(_to_host, model.params)))
+        return _Kept(drafts, model.specs, jax.block_until_ready(jax.tree.map(_to_host, model.params)))
 
     def on_device(self) -> Any:
-        return jax.tree.map(_to_device, self.params)
+        """Return the weights on the device, except those that are served from the host."""
+        return jax.tree.map(lambda spec, x: x if spec.on_host else _to_device(x), self.specs, self.params)
 
 
 def _to_host(array: Any) -> Any:
     """Copy an array to the host's memory, page-locked if possible; on a CPU it is there. Others are left alone."""
-    if not isinstance(array, jax.Array):
+    if not isinstance(array, jax.Array) or is_page_locked(array.sharding):
         return array
     device = array.addressable_shards[0].device
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if device.platform == "cpu" or _PAGE_LOCKED not in kinds:
+    if device.platform == "cpu" or PAGE_LOCKED not in kinds:
         return array
-    return in_memory(array, _PAGE_LOCKED)
+    return in_memory(array, PAGE_LOCKED)
 
 
 def _to_device(array: Any) -> Any:
-    there = not isinstance(array, jax.Array) or array.sharding.memory_kind != _PAGE_LOCKED
-    return array if there else in_memory(array)
+    away = isinstance(array, jax.Array) and is_page_locked(array.sharding)
+    return in_memory(array) if away else array
 
 
 def without_weights(model: Model) -> Model:

@@ -334,6 +334,7 @@ class ParamSpec:
         dtype: fixed dtype, independent of the model's (None: the model's).
         inputs: contracted dimension of a matrix product with it, the first or the last (-1): a quantised weight of a
             checkpoint may replace it. None: it is always an array.
+        on_host: it is kept in host memory, and copied to the device in each step (`weight_offload_gib`).
     """
 
     shape: tuple[int, ...]
@@ -343,6 +344,7 @@ class ParamSpec:
     sources: tuple[Source, ...] = ()
     dtype: str | None = None
     inputs: int | None = None
+    on_host: bool = False
 
 
 @runtime_checkable

@@ -148,6 +148,8 @@ def _help(text: str, default: object) -> str:
 def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
     """Return argparse options for a value of type ``kind``. None in a union means that the flag is optional or, with
     another default, that it may be ``off``."""
+    if name == "tensor_parallel_size":
+        return {"type": _number_or_auto, "metavar": "N"}
     if isinstance(kind, types.UnionType):
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
         if kind is int and default is not None:
@@ -183,10 +185,19 @@ def _gibibytes(text: str) -> float:
 
 def _number_or_off(text: str) -> int | str:
     """Parse a number or "off", which stays text for the setting to interpret, because None means an absent flag."""
+    return _number_or("off", text)
+
+
+def _number_or_auto(text: str) -> int | str:
+    """Parse a number or "auto", which `our_settings` interprets."""
+    return _number_or("auto", text)
+
+
+def _number_or(word: str, text: str) -> int | str:
     try:
-        return text if text == "off" else whole_number(text)
+        return text if text == word else whole_number(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor off") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {word}") from error
 
 
 def _switch(text: str) -> bool:

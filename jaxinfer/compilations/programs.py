@@ -23,13 +23,21 @@ _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 _GPU_LOOP_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
+# By default two copies from the host may be in flight: a layer would wait for the first ones of the next layer.
+_GPU_COPY_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": "256"}
 
 
-def compiler_options(mesh: Mesh, loops: bool = False) -> dict[str, str] | None:
-    """Return the XLA options for a program of these devices. ``loops``: it may contain loops, and no collectives."""
+def compiler_options(mesh: Mesh, loops: bool = False, copies: bool = False) -> dict[str, str] | None:
+    """Return the XLA options for a program of these devices.
+
+    Args:
+        loops: it may contain loops, and no collectives.
+        copies: it copies weights from host memory.
+    """
     if mesh.devices.flat[0].platform != "gpu":
         return None
-    return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if loops else _GPU_OPTIONS
+    found = _GPU_OPTIONS | _GPU_LOOP_OPTIONS if loops else _GPU_OPTIONS
+    return found | _GPU_COPY_OPTIONS if copies else found
 
 
 _KEPT_OF = ("gpu",)  # programs of a CPU lack the kernels that take longest to lower

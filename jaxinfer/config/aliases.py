@@ -33,6 +33,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "num_pages": ("num_gpu_blocks_override",),
         "page_size": ("block_size", "tokens_per_block"),
         "swap_space_gib": ("swap_space",),
+        "weight_offload_gib": ("cpu_offload_gb",),
         "max_num_seqs": ("max_running_requests", "max_batch_size", "parallel", "np"),
         "max_num_batched_tokens": ("max_num_tokens",),
         "multi_step": ("num_scheduler_steps",),
@@ -149,11 +150,6 @@ ALWAYS: Mapping[str, Always] = MappingProxyType(
         "gpu_layers": Always(r"\d+|all|auto", _ON_DEVICE),
         "device_map": Always("auto|cuda|cpu|balanced|none", _ON_DEVICE),
         "device": Always("auto|cuda|cpu|gpu", "jax chooses the devices: JAX_PLATFORMS=cpu hides a GPU"),
-        "cpu_offload_gb": Always(
-            r"0(\.0+)?",
-            "weights must fit into device memory: more devices by "
-            "tensor_parallel_size, or fewer bytes by quantization; swap_space_gib is for the KV cache",
-        ),
         "mlock": Always("true", "weights are in device memory"),
         "no_mmap": Always("true", "weights are in device memory"),
         "jinja": Always("true", "the chat template of the model is used: chat_template replaces it"),
@@ -393,7 +389,7 @@ def _translated(name: str, value: Any, known: Collection[str]) -> Iterator[tuple
     if ours == "speculative_model" and value == "[ngram]" and ours in known:
         yield "speculative", "ngram"
     elif ours in known:
-        yield ours, method_of(value) if ours == "speculative" else value
+        yield ours, _own_value(ours, value)
     elif (switch := SWITCHES.get(name)) is not None and switch[0] in known and isinstance(value, bool):
         yield from _switched(*switch, value)
     elif name == "speculative_config":
@@ -410,6 +406,13 @@ def _switched(ours: str, value: bool | str, on: bool) -> Iterator[tuple[str, boo
         yield ours, value is on
     elif on:
         yield ours, value
+
+
+def _own_value(name: str, value: Any) -> Any:
+    """Return the value of our setting ``name``, which may be written otherwise."""
+    if name == "speculative":
+        return method_of(value)
+    return 0 if name == "tensor_parallel_size" and value == "auto" else value
 
 
 def require_always(name: str, value: Any, always: Mapping[str, Always] = ALWAYS) -> None:

@@ -1,4 +1,4 @@
-"""KV cache settings. No jax."""
+"""Settings of memory: the KV cache, and weights in host memory. No jax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """KV cache: pages on the devices and in host memory.
+    """Memory: pages of the KV cache and weights, on the devices and in host memory.
 
     Attributes:
         page_size: tokens per KV page, a power of two.
@@ -23,6 +23,9 @@ class CacheConfig:
             programs together.
         enable_prefix_caching: keep the pages of finished prompts for later prompts with the same prefix.
         swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
+        weight_offload_gib: at least so much of each device's weights stays in page-locked host memory: whole layers,
+            evenly spaced, of mixtures the experts first. Each program copies them to the device, a layer ahead of its
+            use (docs/settings.md). More than the layers have: all of them.
     """
 
     page_size: int = 64
@@ -33,3 +36,4 @@ class CacheConfig:
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     swap_space_gib: float = 4.0
+    weight_offload_gib: float = 0.0

@@ -333,7 +333,6 @@ _AT_LEAST_ONE = (
     "speculative_tree",
     "prompt_lookup_min",
     "suffix_cache_tokens",
-    "tensor_parallel_size",
     "expert_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
@@ -347,6 +346,8 @@ def _require_simple(config: EngineConfig) -> None:
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
     for name in _AT_LEAST_ONE:
         _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
+    size = config.tensor_parallel_size
+    _require(size >= 0, "tensor_parallel_size", size, "must be at least 1, or auto")
     for name in ("max_num_seqs", "max_waiting_requests", "max_waiting_sequences", "max_waiting_tokens"):
         limit = getattr(config, name)
         _require(limit is None or limit >= 1, name, limit, "must be at least 1")
@@ -363,6 +364,10 @@ def _require_simple(config: EngineConfig) -> None:
     _require(0 <= factor < math.inf, "typical_alpha", factor, "must be finite and not negative")
     swap = config.swap_space_gib
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
+    offload, ranks = config.weight_offload_gib, config.enable_dp_attention
+    _require(0 <= offload < math.inf, "weight_offload_gib", offload, "must be finite and not negative")
+    both = "and enable_dp_attention = True exclude each other: ranks share the experts, and each has its own layers"
+    _require(not (offload and ranks), "weight_offload_gib", offload, both)
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     held = config.max_cpu_loras
@@ -420,8 +425,8 @@ def _require_dp_attention(config: EngineConfig) -> None:
 
 
 def _require_even_tokens(config: EngineConfig) -> None:
-    """Reject settings that conflict with ``sequence_parallel_norms``."""
-    if not config.sequence_parallel_norms:
+    """Reject settings that conflict with ``sequence_parallel_norms``, once the number of devices is known."""
+    if not config.sequence_parallel_norms or not config.devices:
         return
     name, devices = "sequence_parallel_norms", config.devices
     both = "and enable_dp_attention = True exclude each other: each device has tokens of its own"

@@ -10,7 +10,8 @@ class ParallelConfig:
     """Parallelism: how the model is sharded over devices.
 
     Attributes:
-        tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are sharded.
+        tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are sharded;
+            "auto" (0): as many of those present as can be.
         expert_parallel_size: number of groups of tensor_parallel_size devices over which MoE experts are distributed;
             all other weights are sharded over the devices of all groups.
         pipeline_parallel_size: pipeline stages of that many devices; each computes some of the layers.

@@ -20,6 +20,7 @@ from jaxinfer.layers.base import Hidden, HiddenAndCache, Layer, Positions, Token
 from jaxinfer.layers.merged import Merged
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.parallel.host_weights import LayerWeights
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul_transposed, plus_bias, take
 from jaxinfer.types import VISION, LayerSpec
@@ -208,6 +209,7 @@ class Decoder(Layer):
         sources: set[int | None] = {spec.source for spec in specs}
         kept: dict[int, Any] = {}
         caches = []
+        weights = LayerWeights([self.weight(f"layers_{index}") for index in layers])
         for place, index in enumerate(layers):
             if index in self.taps:
                 self.sow("features", "taps", all_tokens(self.hidden(carried)))
@@ -216,7 +218,7 @@ class Decoder(Layer):
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
             run = compiled.setdefault(_identity(block), _jit_block(block, attend, mutable))
             told, given = self.told(context, index), own if source is None else kept[source]
-            (carried, layer_cache), sown = run(self.weight(f"layers_{index}"), carried, told, given)
+            (carried, layer_cache), sown = run(weights.take(place, carried), carried, told, given)
             carried = carried if images is None else images.deep(index, carried)
             for collection, values in sown.items():
                 self.put_variable(collection, f"layers_{index}", values)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.dtypes import itemsize_bits
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
-from jaxinfer.parallel.processes import put_whole
+from jaxinfer.parallel.processes import PAGE_LOCKED, at, put_whole
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -38,12 +38,19 @@ def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Move an array shard by shard, for which this process has the shards of ``sharding`` on other devices."""
     found = {shard.index: shard.data for shard in value.addressable_shards}
     wanted = sharding.addressable_devices_indices_map(value.shape)
-    parts = [jax.device_put(found[index or ()], device) for device, index in wanted.items()]
+    parts = [jax.device_put(found[index or ()], at(device, sharding)) for device, index in wanted.items()]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
+def is_page_locked(sharding: Sharding) -> bool:
+    """Whether arrays of this sharding are in page-locked host memory."""
+    return sharding.memory_kind == PAGE_LOCKED
 
 
 def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
     """Return the shards of an array that are where ``sharding`` needs them; None unless all are."""
+    if is_page_locked(value.sharding) != is_page_locked(sharding):
+        return None
     wanted = sharding.addressable_devices_indices_map(value.shape)
     found = {shard.device: shard for shard in value.addressable_shards}
     if any(device not in found or found[device].index != index for device, index in wanted.items()):
@@ -85,9 +92,10 @@ def memory_stats(device: Any) -> Mapping[str, int]:
         return {}
 
 
-def device_bytes(tree: Any) -> int:
-    """Return the bytes per device of a tree of arrays, which may be abstract. All must have a sharding."""
-    leaves = jax.tree.leaves(tree)
+def device_bytes(tree: Any, *, page_locked: bool = False) -> int:
+    """Return the bytes per device of a tree of arrays, which may be abstract, in the devices' own memory or, if
+    ``page_locked``, in the host's. All must have a sharding."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_page_locked(leaf.sharding) is page_locked]
     return sum(array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 

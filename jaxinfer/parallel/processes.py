@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.parallel.mesh import asked
 
-_HOST_KINDS = ("pinned_host", "unpinned_host")  # JAX's memory kinds of the host, the best first
+PAGE_LOCKED = "pinned_host"
+_HOST_KINDS = (PAGE_LOCKED, "unpinned_host")  # JAX's memory kinds of the host, the best first
 _LOCKED_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _FOR_PAGES = 0.9  # share of the lockable memory; the runtime uses the rest for its own transfers
 
@@ -59,14 +60,17 @@ def require_processes(mesh: Mesh, grouped: bool = True) -> None:
     require_whole(mesh.shape, count, local)
 
 
-def require_host_memory(gib: float) -> None:
-    """Raise EngineConfigError if the page memory exceeds what a GPU's runtime locks on the host: a page that could not
-    be allocated would end the engine."""
+def require_host_memory(gib: float, weights: int = 0) -> None:
+    """Raise EngineConfigError if page memory, and ``weights`` (bytes) of this process, exceed what a GPU's runtime
+    locks on the host: a page that could not be allocated would end the engine."""
     limit = int(os.environ.get(_LOCKED_MEMORY, "64"))  # 64 is XLA's own default
-    if (own := gib / jax.process_count()) > _FOR_PAGES * limit:
+    if (own := gib / jax.process_count()) + weights / 2**30 > _FOR_PAGES * limit:
+        beside, both = "", "pages"
+        if weights:
+            beside, both = f" beside {weights / 2**30:.1f} GiB of weights (weight_offload_gib)", "pages and weights"
         raise EngineConfigError(
-            f"swap_space_gib = {gib:g} is {own:g} in each process, and of the {limit} GiB that XLA locks on a host "
-            f"at most {_FOR_PAGES:.0%} are for pages: set {_LOCKED_MEMORY} to more"
+            f"swap_space_gib = {gib:g} is {own:g} in each process{beside}, and of the {limit} GiB that XLA locks on a "
+            f"host at most {_FOR_PAGES:.0%} are for {both}: set {_LOCKED_MEMORY} to more"
         )
 
 
@@ -98,9 +102,14 @@ def put_whole(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(lambda x: _put_shards(np.asarray(x), sharding), tree)
 
 
+def at(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
+    """Return the place of a shard of an array on one device: in the memory of the whole array's ``sharding``."""
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
 def _put_shards(value: np.ndarray, sharding: Sharding) -> jax.Array:
     places = sharding.addressable_devices_indices_map(value.shape)
-    parts = [jax.device_put(value[index], device) for device, index in places.items()]
+    parts = [jax.device_put(value[index], at(device, sharding)) for device, index in places.items()]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 

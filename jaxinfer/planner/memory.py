@@ -34,9 +34,42 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostWeights:
+    """Weights of a device that are kept in host memory: the bytes of each layer that has some, in order."""
+
+    layers: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that each program copies to the device."""
+        return sum(self.layers)
+
+    @property
+    def buffers(self) -> int:
+        """Bytes on the device: of the layer that computes, and of the next one, which is copied."""
+        return max(map(sum, zip((0, *self.layers), (*self.layers, 0), strict=True)))
+
+    def seconds(self, bandwidth: float) -> float:
+        """Return the time of the copies, below which no program falls; ``bandwidth``: bytes per second."""
+        return self.bytes / bandwidth
+
+    def text(self, bandwidth: float | None = None) -> str:
+        """Describe what the copies cost; ``bandwidth``: bytes per second of the link (None: not known)."""
+        found = (
+            f"{size_text(self.bytes)} of each device's weights ({len(self.layers)} layers) are in host memory, with "
+            f"{size_text(self.buffers)} of buffers on the device; each step copies them"
+        )
+        if bandwidth is None:
+            return found
+        rate = f"{bandwidth / 1e9:.1f} GB/s from the host, measured"
+        return f"{found}: at {rate}, it takes at least {1e3 * self.seconds(bandwidth):.1f} ms"
+
+
+@dataclasses.dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine needs: weights, sampler state, one page of the KV pool over all layers, temporaries of
-    running programs (None: not known yet), banks of adapters, states, and encoded images."""
+    """Bytes that an engine needs: weights on the device, sampler state, one page of the KV pool over all layers,
+    temporaries of running programs (None: not known yet), banks of adapters, states, and encoded images; ``host``:
+    weights in host memory, whose buffers are among the temporaries."""
 
     weights: int
     sampler: int
@@ -45,10 +78,16 @@ class Needs:
     adapters: int = 0
     states: int = 0
     images: int = 0
+    host: HostWeights = HostWeights()
+
+    @property
+    def running(self) -> int:
+        """Bytes that the programs use while they run, as far as is known."""
+        return max(self.temporaries or 0, self.host.buffers)
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.sampler + (self.temporaries or 0) + self.adapters + self.states + self.images
+        return self.weights + self.sampler + self.running + self.adapters + self.states + self.images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +98,13 @@ class Ways:
         page_size: tokens of a page.
         small_page: bytes of a page with 8-bit elements; None where they have 8 bits already.
         devices: numbers of devices over which the model could be sharded.
+        layers: weights on the device that could be in host memory.
     """
 
     page_size: int
     small_page: int | None = None
     devices: tuple[int, ...] = ()
+    layers: HostWeights = HostWeights()
 
     def out(self, needs: Needs, budget: Budget, width: int, asked: int | None) -> str:
         """Describe the settings that do fit, as far as is known."""
@@ -83,6 +124,9 @@ class Ways:
         total, spread = needs.fixed + pages * needs.page, needs.weights + pages * needs.page
         enough = (count for count in self.devices if total - spread + spread // count <= budget.bytes)
         yield from (f"tensor_parallel_size = {count}" for count in itertools.islice(enough, 1))
+        moved = total - budget.bytes + self.layers.buffers
+        if moved <= self.layers.bytes:
+            yield f"weight_offload_gib = {math.ceil(10 * moved / 2**30) / 10:g}"
         share = math.ceil(100 * (total + budget.used) / budget.total)
         if share <= _MOST_PERCENT:
             yield f"memory_utilization = {share / 100:g}"
@@ -136,7 +180,7 @@ def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str, out: Ca
     total = needs.fixed + pages * needs.page
     if total <= budget.bytes:
         return
-    parts = {"weights": needs.weights, "adapters": needs.adapters, "temporaries": needs.temporaries}
+    parts = {"weights": needs.weights, "adapters": needs.adapters, "temporaries": needs.running}
     parts |= {"states": needs.states, "encoder cache": needs.images}
     parts["sampler state"] = needs.sampler
     terms = [f"{name} {size_text(size)}" for name, size in parts.items() if size]

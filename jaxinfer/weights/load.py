@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.parallel.processes import at
 from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs, walk_specs
 from jaxinfer.weights.buffers import all_finite, copy_blocks, new_buffer
 from jaxinfer.weights.errors import CheckpointError, listed, quoted, shape_text
@@ -58,7 +59,7 @@ def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> 
     parts: list[jax.Array] = []
     for key, devices in holders.items():
         buffer = fill(tuple(slice(*ends) for ends in key))
-        some = [jax.device_put(buffer, device) for device in devices]
+        some = [jax.device_put(buffer, at(device, sharding)) for device in devices]
         _wait(some)
         parts += some
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, parts)

@@ -40,6 +40,7 @@ EVERY = {
     "enable_weight_updates": (["--enable-weight-updates"], True),
     "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
     "swap_space_gib": (["--swap-space-gib", "0"], 0.0),
+    "weight_offload_gib": (["--weight-offload-gib", "2.5"], 2.5),
     "scheduling_policy": (["--scheduling-policy", "fair"], "fair"),
     "max_waiting_requests": (["--max-waiting-requests", "7"], 7),
     "max_waiting_sequences": (["--max-waiting-sequences", "17"], 17),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.planner.memory import Budget, Needs, Ways, available_memory, device_budget, plan_memory
+from jaxinfer.planner.memory import Budget, HostWeights, Needs, Ways, available_memory, device_budget, plan_memory
 
 GIB, MIB = 2**30, 2**20
 WAYS = Ways(page_size=16)
@@ -54,6 +54,23 @@ def test_what_does_not_fit_is_told_the_ways_out(room, asked, offered):
     with pytest.raises(EngineConfigError) as refused:
         plan_memory(needs, budget, length=8192, width=128, asked=asked, most=1000, ways=ways)
     assert str(refused.value).endswith(f": it fits with {offered}")
+
+
+def test_what_copies_cost():
+    host = HostWeights((10, 30, 20, 5))
+    assert (host.bytes, host.buffers, host.seconds(130.0)) == (65, 50, 0.5)
+    assert (HostWeights().buffers, HostWeights((7,)).buffers) == (0, 7)
+    assert "GB/s" in host.text(1e9)
+    assert "GB/s" not in host.text()
+
+
+@pytest.mark.parametrize(("layers", "offered"), [((40, 60), False), ((40, 40, 60), False), ((20,) * 8, True)])
+def test_weights_in_host_memory_are_offered_where_they_are_enough(layers, offered):
+    """50 MiB are missing, and two layers need room as well."""
+    needs, ways = Needs(160 * MIB, 0, MIB, temporaries=0), Ways(64, layers=HostWeights(tuple(n * MIB for n in layers)))
+    with pytest.raises(EngineConfigError) as refused:
+        plan_memory(needs, Budget(120 * MIB, 1.0), length=640, width=10, asked=None, most=1000, ways=ways)
+    assert ("weight_offload_gib = 0.1" in str(refused.value)) is offered
 
 
 sizes = st.integers(0, 10_000)

@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work, draft_layers=layers, head=arguments.speculative if arguments.speculative in HEADS else ""
     )
     work = dataclasses.replace(work, adapters=arguments.max_loras, target=arguments.target, training=arguments.training)
+    work = dataclasses.replace(work, offload=arguments.weight_offload_gib)
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -134,6 +135,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-layers", type=int, default=2, metavar="N", help="of a draft model (default: 2)")
     parser.add_argument(
         "--max-loras", type=int, default=0, metavar="N", help="adapters beside the model (default: none)"
+    )
+    parser.add_argument(
+        "--weight-offload-gib", type=float, default=0.0, metavar="X", help="as the server's flag; checks copies alone"
     )
     parser.add_argument("--training", action="store_true", help="a trainer's step with Model.logprobs, too")
     depth = parser.add_mutually_exclusive_group()

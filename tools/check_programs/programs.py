@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -27,7 +26,7 @@ from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, compile
 from jaxinfer.engine.execution.encoder import abstract_layout
 from jaxinfer.engine.execution.memory import stage_needs
 from jaxinfer.engine.execution.on_policy import served_programs
-from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays
+from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, mesh_of
 from jaxinfer.engine.execution.prepare import Prepared, prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.images.processor import PROCESSOR_FILES
@@ -44,6 +43,7 @@ from pallas_kernels.check.target import DEVICES, Target
 from tools.check_programs.expected import Expected, expected, expected_tower
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
+from tools.check_programs.offload import program_with_copies
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
 from tools.check_programs.stored import dequantized, stored
 from tools.check_programs.training import compile_training, training_program
@@ -74,6 +74,7 @@ def settings_of(work: Work) -> EngineConfig:
         expert_parallel_size=work.expert,
         pipeline_parallel_size=work.stages,
         sequence_parallel_norms=work.norms,
+        weight_offload_gib=work.offload,
         multi_step=work.steps,
         enable_lora=work.adapters > 0,
         max_loras=max(1, work.adapters),
@@ -134,12 +135,11 @@ class Planned:
     needs: Needs
     should: Expected
     prepared: Prepared
+    number: int
 
     @property
     def mesh(self) -> Mesh:
-        mesh = jax.tree.leaves(self.arrays.params)[0].sharding.mesh
-        assert isinstance(mesh, Mesh)
-        return mesh
+        return mesh_of(self.arrays.params)
 
     @property
     def pool(self) -> int:
@@ -197,7 +197,7 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, draft
     stage = dataclasses.replace(stage, model=stage.model.replace(draft=None))
     arrays = abstract_arrays(stage, engine, limits, place)
     needs, should = stage_needs(stage, engine, arrays), expected(stage, _sizes(place), work.norms)
-    return Planned(stage, engine, arrays, needs, should, prepared)
+    return Planned(stage, engine, arrays, needs, should, prepared, number)
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
@@ -208,11 +208,13 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     """Compile a stage and return the findings. ``dumps``: the folder of XLA's dumps."""
     planned, start = plan(work, number), time.perf_counter()
     with target_of(work).current():
-        sizes = not work.training
+        sizes = not work.training and not work.offload
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=sizes, every_size=sizes)
         moving = compile_moving(planned.stage, planned.arrays, planned.engine)
         training = _training(work, planned, compiled) if work.training else {}
     seconds = time.perf_counter() - start
+    if work.offload:
+        return _offloading(work, planned, compiled, seconds)
     encoders = [one for one in compiled if _name(one.as_text()).startswith(ENCODE)]
     texts = [one for one in compiled if one not in encoders]
     steps = [*_steps(planned, texts, dumps, work.weights), *_draft_steps(work, dumps)]
@@ -245,6 +247,21 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
             *of_moves(moving, page=needs.page, donated=planned.kept),
         ),
     )
+
+
+def _offloading(work: Work, planned: Planned, compiled: Sequence[Any], seconds: float) -> Part:
+    """Check the copies of weights in host memory, against the same programs with all weights on the device."""
+    whole = plan(dataclasses.replace(work, offload=0.0), planned.number)
+    with target_of(work).current():
+        others = compile_largest(whole.stage, whole.arrays, whole.engine)
+    plain = {_name(one.as_text()): temporary_bytes(one) for one in others}
+    programs = {
+        name: program_with_copies(one, planned.needs.host, plain[name])
+        for one in compiled
+        if (name := _name(one.as_text()))
+    }
+    total = planned.needs.fixed + planned.pool
+    return Part(planned.number, planned.needs.weights, planned.pool, total, total, seconds, programs, ())
 
 
 def _training(work: Work, planned: Planned, compiled: Sequence[Any]) -> dict[str, Program]:

@@ -39,6 +39,8 @@ class Work:
         draft_layers: layers of a draft model of the same width; 0: no draft model.
         head: the method of a draft head as wide as the model (`jaxinfer.config.HEADS`); empty: no head.
         adapters: adapters on the device at once, of rank 16; 0: none. With adapters, each program is compiled twice.
+        offload: GiB of each device's weights in host memory, see `EngineConfig.weight_offload_gib`; only the rules of
+            their copies are checked then.
         training: whether a trainer's step with `Model.logprobs` is compiled, too, beside the largest programs alone.
         target: the GPUs, one of `GPUS`.
     """
@@ -59,6 +61,7 @@ class Work:
     draft_layers: int = 0
     head: str = ""
     adapters: int = 0
+    offload: float = 0.0
     training: bool = False
     target: str = GPUS[0]
 
@@ -72,7 +75,7 @@ class Work:
         stored = "" if self.kv_cache_dtype == "auto" else f"KV in {self.kv_cache_dtype}"
         weights = f"weights in {self.weights}" if self.weights else ""
         options = {"sequence-parallel norms": self.norms, f"{self.steps} steps": self.steps > 1, "drafts": self.drafts}
-        options |= {"a training step": self.training}
+        options |= {"a training step": self.training, f"{self.offload:g} GiB in host memory": self.offload > 0}
         options |= {f"a draft model of {self.draft_layers} layers": self.draft_layers > 0}
         options |= {f"GEMMs by {self.gemm}": self.gemm != "auto"}
         options |= {self.target.upper(): self.target != GPUS[0]}

@@ -21,7 +21,7 @@ from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatc
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.encoder import abstract_layout, make_encode
 from jaxinfer.engine.execution.kernel_trial import try_kernels
-from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
+from jaxinfer.engine.execution.placement import StageArrays, mask_words, mesh_of, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width, returns_experts
 from jaxinfer.engine.execution.step import (
     StepState,
@@ -35,7 +35,7 @@ from jaxinfer.engine.execution.step import (
     with_adapters,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFERS, moved_pages
-from jaxinfer.parallel.arrays import placed_like
+from jaxinfer.parallel.arrays import device_bytes, placed_like
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, over_ranks_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.parallel.processes import on_host
@@ -105,7 +105,8 @@ class _Job(NamedTuple):
 
     def options(self, mesh: Mesh) -> dict[str, str] | None:
         """Return the XLA options for these devices."""
-        return compiler_options(mesh, self.loops and not (self.collectives and mesh.size > 1))
+        copies = device_bytes(self.arguments[0], page_locked=True) > 0
+        return compiler_options(mesh, self.loops and not (self.collectives and mesh.size > 1), copies)
 
 
 def compile_stages(
@@ -176,9 +177,7 @@ class _Work:
 
     @property
     def mesh(self) -> Mesh:
-        mesh = _sharding(jax.tree.leaves(self.arrays.params)[0]).mesh
-        assert isinstance(mesh, Mesh)
-        return mesh
+        return mesh_of(self.arrays.params)
 
     @property
     def prefills(self) -> list[tuple[int, int]]:

@@ -58,6 +58,7 @@ from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, Slot
 from jaxinfer.sampling.training import WIDTH as ASKS
 from jaxinfer.sampling.training import Extras
 from jaxinfer.types import VISION
+from jaxinfer.weights.fit import selected
 
 _ELSEWHERE: Any = ...  # an array that another process has
 
@@ -85,14 +86,12 @@ class StageRuntime:
         Args:
             shared: placed parameters of the model that a draft head shares; None: ``model`` is this stage's own.
         """
-        specs, params = model.specs, model.params
+        params, specs = model.params, self.stage.model.specs
         if shared is not None:
             pairs = [(own, theirs) for own, theirs in self.stage.model.config.shares if theirs in model.params]
-            specs = {own: self.stage.model.specs[own] for own, _ in pairs}
             params = {own: shared.get(theirs, model.params[theirs]) for own, theirs in pairs}
-        own = [name for name in params if name in self.stage.model.specs]
-        specs, params = ({name: tree[name] for name in own} for tree in (specs, params))
-        placed: dict[str, Any] = placed_params(specs, params, self.mesh)
+        params = {name: params[name] for name in params if name in specs}
+        placed: dict[str, Any] = placed_params(selected(specs, params, partial=True), params, self.mesh)
         return placed
 
     def take(self, placed: Mapping[str, Any]) -> None:

@@ -14,19 +14,36 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, abstract_params
+from jaxinfer.engine.execution.placement import (
+    StageArrays,
+    abstract_arrays,
+    abstract_params,
+    host_weights,
+    layers_of,
+    mesh_of,
+)
 from jaxinfer.engine.execution.prepare import Prepared, prepare, resolve_for
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, unshared
 from jaxinfer.engine.scheduling.usage import DeviceUsage, HostUsage, Usage
 from jaxinfer.kv.pool import Pool, StatePool
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.arrays import abstract, array_bytes, device_bytes, memory_stats, there
+from jaxinfer.parallel.arrays import abstract, array_bytes, device_bytes, is_page_locked, memory_stats, there
 from jaxinfer.parallel.driver import driver_figures
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
-from jaxinfer.parallel.processes import own_devices
-from jaxinfer.planner.memory import Budget, MemoryPlan, Needs, Ways, device_budget, plan_memory, size_text
+from jaxinfer.parallel.processes import own_devices, require_host_memory
+from jaxinfer.planner.memory import (
+    Budget,
+    HostWeights,
+    MemoryPlan,
+    Needs,
+    Ways,
+    available_memory,
+    device_budget,
+    plan_memory,
+    size_text,
+)
 
 _log = logging.getLogger("jaxinfer.start")
 _MORE_DEVICES = (2, 4, 8)
@@ -57,7 +74,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
             held.update(_held(part.model, model.params, own))
             for draft in draft_stages(part.model):
                 held.update(_held(unshared(draft.model, part.model), getattr(model.draft, "params", None), own))
-    plans = []
+    plans, hosted = [], 0
     for number, part in enumerate(parts):
         here = [places[number] for places in copies if own_devices(places[number])]
         if not here:  # other processes have this stage
@@ -66,12 +83,27 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in devices]
         budget = min(budgets, key=lambda budget: budget.bytes)
         plans.append(_plan_stage(prepared, part, config, platform, here[0], budget))
+        hosted += plans[-1].needs.host.bytes * len(devices)
+    _require_host_memory(config, hosted, platform)
     plan = min(plans, key=lambda plan: plan.pages)
     filled = platform != "cpu" and config.num_pages is None and config.kv_cache_bytes is None
     if filled and plan.unused >= plan.needs.page:
         unused = "the pool has %d pages, as many as 32-bit offsets into a layer's pool reach: %s stay unused"
         _log.warning(unused, plan.pages, size_text(plan.unused))
     return plan
+
+
+def _require_host_memory(config: EngineConfig, weights: int, platform: str) -> None:
+    """Raise EngineConfigError if the host has no room for the weights that this process keeps there."""
+    if not weights:
+        return
+    if platform == "gpu":
+        require_host_memory(config.swap_space_gib, weights)
+    if weights > (free := available_memory()):
+        raise EngineConfigError(
+            f"weight_offload_gib = {config.weight_offload_gib:g} cannot be: {size_text(weights)} of weights would be "
+            f"in host memory, of which {size_text(free)} are available"
+        )
 
 
 def _plan_stage(
@@ -89,7 +121,7 @@ def _plan_stage(
         width=engine.table_width,
         asked=config.num_pages,
         most=most,
-        ways=_ways(part, engine, platform),
+        ways=_ways(part, engine, platform, mesh),
     )
     least = engine.table_width if config.num_pages is None else config.num_pages
     fits = needs.fixed + least * needs.page <= budget.bytes
@@ -105,7 +137,7 @@ def _plan_stage(
     return decide(dataclasses.replace(needs, temporaries=temporaries))
 
 
-def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
+def _ways(part: Stage, engine: ResolvedEngine, platform: str, mesh: Mesh) -> Ways:
     """Return settings that could help. More devices only help on accelerators: those of a CPU share its memory."""
     cache, itemsize = part.model.cache_spec, part.model.dtype.itemsize
     small = None
@@ -114,7 +146,9 @@ def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
     plain = platform != "cpu" and engine.devices == engine.dp_ranks == 1 and not cache.latent
     heads = math.gcd(*(cache.sizes(layer)[0] for layer in cache.layers))
     devices = tuple(n for n in _MORE_DEVICES if heads % n == 0) if plain else ()
-    return Ways(engine.page_size, small, devices)
+    movable = platform != "cpu" and not engine.weight_offload_gib and not engine.enable_dp_attention
+    layers = layers_of(part.model, mesh) if movable else HostWeights()
+    return Ways(engine.page_size, small, devices, layers)
 
 
 def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
@@ -122,13 +156,13 @@ def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Nee
     `abstract_arrays`. A draft model is on the devices of its model's last stage, and has as many pages."""
     weights, page = device_bytes((arrays.params, arrays.tower)), _page_bytes(part.model, engine)
     for draft in draft_stages(part.model):
-        mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
+        mesh = mesh_of(arrays.params)
         weights += device_bytes(abstract_params(unshared(draft.model, part.model), mesh))
         page += _page_bytes(draft.model, engine)
     sampler, adapters = device_bytes((arrays.sampler, arrays.features)), device_bytes(arrays.banks)
     state = part.model.cache_spec.bytes_per_state(part.model.dtype.itemsize, engine.devices)
     others = {"adapters": adapters, "states": state * engine.state_places, "images": device_bytes(arrays.images)}
-    return Needs(weights, sampler * engine.microbatches, page, **others)
+    return Needs(weights, sampler * engine.microbatches, page, **others, host=host_weights(arrays.params))
 
 
 def _page_bytes(model: Model, engine: ResolvedEngine) -> int:
@@ -150,7 +184,7 @@ def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Devi
     wanted = {name: node for name, node in abstract_params(model, mesh).items() if name in params}
     own = {name: params[name] for name in wanted}  # a head may share its model's, which are elsewhere
     for leaf, place in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
-        if isinstance(leaf, jax.Array) and leaf.shape == place.shape:
+        if isinstance(leaf, jax.Array) and leaf.shape == place.shape and not is_page_locked(place.sharding):
             found.update(
                 {shard.device: array_bytes(shard.data.shape, leaf.dtype) for shard in there(leaf, place.sharding) or ()}
             )

@@ -16,7 +16,13 @@ from jaxinfer.config.defaults import Defaults, of_platform
 from jaxinfer.config.engine import Backend
 from jaxinfer.config.speculative import other_vocabulary
 from jaxinfer.engine.execution.encoder import image_needs, text_part
-from jaxinfer.engine.execution.placement import placed_params, shardable_model, with_copied_heads
+from jaxinfer.engine.execution.placement import (
+    by_layers,
+    offloaded,
+    placed_params,
+    shardable_model,
+    with_copied_heads,
+)
 from jaxinfer.engine.execution.stages import returns_experts
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
@@ -72,7 +78,8 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
             "answers with samples alone"
         )
     draft, model = _draft_of(model, config, mesh), _with_images(model, config)
-    model = shardable_model(with_activations(model, config), mesh).replace(draft=draft)
+    model = shardable_model(with_activations(model, config), mesh)
+    model = offloaded(model, config.weight_offload_gib, mesh).replace(draft=draft)
     resolved = _with_gemm(resolve_for(model, config, platform, mesh), model, platform, mesh)
     if platform == "gpu" and config.gemm_backend == "mosaic":
         _log_refused_products(model, mesh)
@@ -146,7 +153,7 @@ def _with_images(model: Model, config: EngineConfig) -> Model:
 
 def _for_kernels(model: Model, gemm: Backend) -> Model:
     """Return the model with weights for GPU kernels; those of a vision tower stay as they are."""
-    changed = model.for_kernels(gemm)
+    changed = by_layers(model, lambda part: part.for_kernels(gemm))
     if VISION not in model.params:
         return changed
     return changed.replace(
