@@ -186,7 +186,7 @@ def test_folded_layers_are_updated_together(source: pathlib.Path, text: pathlib.
     plain, asked = load_model(str(source), show_progress=False), settings("smoothquant", text)
     small = {"max_model_len": 64, "max_num_seqs": 2, **dataclasses.asdict(asked)}
     with LLM(str(source), show_progress=False, **small) as llm:
-        with pytest.raises(WeightsError, match="^partial"):
+        with pytest.raises(WeightsError, match=r"^partial"):
             llm.update_weights({"layers_0": plain.params["layers_0"]}, partial=True)
         assert llm.update_weights(plain.params).version == 1
 
