@@ -248,7 +248,8 @@ def sampling_message(name, value) -> bytes:
         request.sampling.allowed_token_ids.SetInParent()
         request.sampling.allowed_token_ids.ids.extend(value["ids"])
     elif isinstance(value, list):
-        getattr(request.sampling, name).extend(value)
+        field = getattr(request.sampling, name)
+        getattr(field, "ids", field).extend(value)
     elif name == "structured_outputs":
         request.sampling.structured_outputs.MergeFrom(pb.StructuredOutputs(**value))
     elif name == "speculation":
