@@ -211,7 +211,7 @@ def test_steps_end_where_a_row_ends(bench):
 
 def test_what_is_generated_counts_within_a_run_of_steps(bench):
     """A run of steps counts its own tokens: stop ids are barred for two tokens; after that most tokens are stop ids."""
-    params, stops = dataclasses.replace(SAMPLED, min_tokens=2), frozenset(range(60))
+    params, stops = dataclasses.replace(SAMPLED, min_tokens=2), frozenset(range(30, 90))
     want = bench.sequence(0, params, stop_token_ids=stops)
     bench.start(want)
     (singly,) = bench.generate(3, want)
