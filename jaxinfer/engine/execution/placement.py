@@ -267,8 +267,13 @@ def offloaded(model: Model, gib: float, mesh: Mesh) -> Model:
         kept = _unit(path, spec) in chosen
         return spec if spec.on_host is kept else dataclasses.replace(spec, on_host=kept)
 
-    specs = jax.tree_util.tree_map_with_path(marked, model.specs)
+    specs = _in_order_of(model.specs, jax.tree_util.tree_map_with_path(marked, model.specs))
     return model.replace(specs=specs, params=jax.tree.map(_kept, specs, model.params))
+
+
+def _in_order_of(like: Any, tree: Any) -> Any:
+    """Return ``tree`` with names as in ``like``: parts of adapters are numbered in their order, and jax sorts names."""
+    return {name: _in_order_of(like[name], tree[name]) for name in like} if isinstance(like, Mapping) else tree
 
 
 def by_layers(model: Model, function: Callable[[Model], Model]) -> Model:

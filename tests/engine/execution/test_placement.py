@@ -56,6 +56,14 @@ def layer_gib(layers):
     return sum(leaf.nbytes for leaf in leaves if leaf.ndim > 1) / GIB
 
 
+@pytest.mark.parametrize("gib", [0.0, ALL])
+def test_parameters_keep_their_order(gib):
+    """Parts of adapters are numbered by it."""
+    model = random_model()
+    paths = [path for path, _ in walk_specs(model.specs)]
+    assert [path for path, _ in walk_specs(offloaded(model, gib, make_mesh(1)).specs)] == paths != sorted(paths)
+
+
 @pytest.mark.parametrize(
     ("gib", "expected"),
     [

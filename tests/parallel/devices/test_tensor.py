@@ -233,7 +233,7 @@ REFUSED = {
         {"num_attention_heads": 6, "num_key_value_heads": 1},
     ),
     "4 devices do not divide the 98 mlp of layers_0/mlp/gate_up": (4, {"intermediate_size": 98}),
-    "tensor_parallel_size = 0 must be at least 1": (0, {}),
+    "tensor_parallel_size = -1 must be at least 1": (-1, {}),
 }
 
 
