@@ -21,7 +21,11 @@ def _have_plugins() -> bool:
 pytestmark = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
 
 
+_BROKEN = "XLA of jax_cuda13_plugin 0.12.0.1: a reduction of GLM-4.6 spills 148 bytes, Mixtral's decode cuts weights"
+
+
 @pytest.mark.slow
+@pytest.mark.xfail(reason=_BROKEN, raises=AssertionError, strict=False)
 @pytest.mark.parametrize(
     "work",
     [

@@ -35,7 +35,7 @@ def try_kernels(programs: Sequence[Program], engine: ResolvedEngine) -> bool:
     Raises:
         EngineConfigError: a kernel fails and ``kernel_trial`` is "error", or ``attention_backend`` requires it.
     """
-    device = own_devices(programs[0][0])[0] if programs else None
+    device = next(iter(own_devices(programs[0][0])), None) if programs else None
     if device is None or engine.kernel_trial == "off" or device.platform not in ("gpu", "cuda"):
         return False
     if device not in jax.local_devices():  # a topology description only: programs are compiled for a device elsewhere
