@@ -300,6 +300,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
         program, sampler = name.removesuffix(ADAPTED), planned.microbatch * name.startswith(("decode", "draft"))
         kind, adapters = program.removesuffix(f"_{_rows(program)}"), needs.adapters * (program != name)
         layers, tail = should.gemms(kind)
+        hidden = 0 if stage.first else planned.tokens(program) * should.width * stage.model.dtype.itemsize
         yield Step(
             name=name,
             module=read_module(text),
@@ -320,7 +321,13 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             aliased=memory.alias_size_in_bytes,
             temporaries=temporary_bytes(executable),
             arguments=memory.argument_size_in_bytes,
-            planned=needs.weights - tower + planned.kept + sampler + adapters + cache * name.startswith("prefill"),
+            planned=needs.weights
+            - tower
+            + planned.kept
+            + sampler
+            + adapters
+            + hidden
+            + cache * name.startswith("prefill"),
             whole=layers == should.layers and tail == should.head,
             experts=should.experts,
             states=any(layer.states for layer in stage.model.cache_spec.layers),

@@ -61,7 +61,8 @@ FITS = "bytes of a device"
 _HOST = re.compile(r"S\(5\)| (?:infeed|outfeed|send|recv)\(")
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 _SPILLS = re.compile(r"Registers are spilled to local memory in function '(\S+?)', (\d+) bytes")
-_SPILLED = 128  # bytes of a thread that one of XLA's own kernels may spill: a reduction here and there does
+_SPILLED = 160  # bytes of a thread that one of XLA's own kernels may spill: a reduction here and there does
+_LEAST_ROWS = 8  # rows to which XLA pads the activations of fewer
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization")
 
 
@@ -134,7 +135,9 @@ class Step:
     @property
     def largest(self) -> int:
         """Elements of its largest activation."""
-        in_tiles = self.tokens + self.adapters * TILE_ROWS[1]  # each adapter's last tile may be almost empty
+        in_tiles = (
+            max(self.tokens, _LEAST_ROWS) + self.adapters * TILE_ROWS[1]
+        )  # each adapter's last tile may be almost empty
         return max(self.scores, in_tiles * self.widest, self.tokens * LANES * -(-self.logits // LANES))
 
     @property
