@@ -16,7 +16,8 @@ import pytest
 from jaxinfer.compile import Compilation, compile_for, main
 from jaxinfer.config import EngineConfig
 from jaxinfer.opening import model_folder
-from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
+from pallas_kernels.check.plugins import default_folder, environment
+from tests.gpu_plugins import needs_plugins
 
 FLAGS = ["--max-model-len", "64", "--page-size", "32", "--prefill-sizes", "32", "--max-num-seqs", "2"]
 
@@ -102,16 +103,8 @@ def test_what_cannot_be_is_one_sentence(folder: pathlib.Path, capsys) -> None:
     assert not (folder / "compiled").exists()
 
 
-def _have_plugins() -> bool:
-    try:
-        require_plugins(default_folder())
-    except PluginsMissing:
-        return False
-    return True
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels")
+@needs_plugins
 def test_for_a_gpu_that_is_not_there(folder: pathlib.Path) -> None:
     """Programs for H100 and H200, which share machine code, are kept as separate files."""
     kept = []

@@ -12,7 +12,7 @@ from pallas_kernels import specs
 from pallas_kernels.check import __main__ as door
 from pallas_kernels.check import ops, plugins
 from pallas_kernels.check.launch import Launcher
-from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
+from pallas_kernels.check.plugins import PluginsMissing, require_plugins
 from pallas_kernels.check.report import (
     Kernel,
     Outcome,
@@ -25,6 +25,7 @@ from pallas_kernels.check.report import (
 )
 from pallas_kernels.check.target import TARGETS
 from pallas_kernels.specs import AMPERE, HOPPER, Spec
+from tests.gpu_plugins import needs_plugins
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -220,19 +221,6 @@ def test_another_version_than_jaxs_is_refused(tmp_path):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
     with pytest.raises(PluginsMissing, match=r"jax-cuda13-plugin is 0\.1"):
         require_plugins(tmp_path)
-
-
-def _have_plugins():
-    try:
-        require_plugins(default_folder())
-    except PluginsMissing:
-        return False
-    return True
-
-
-needs_plugins = pytest.mark.skipif(
-    not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it"
-)
 
 
 @needs_plugins

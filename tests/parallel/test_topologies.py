@@ -4,21 +4,13 @@ import dataclasses
 
 import pytest
 
-from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
+from pallas_kernels.check.plugins import default_folder
+from tests.gpu_plugins import needs_plugins
 from tools.check_programs.__main__ import run
 from tools.check_programs.topologies import TOPOLOGIES
 from tools.check_programs.work import Work
 
-
-def _have_plugins() -> bool:
-    try:
-        require_plugins(default_folder())
-    except PluginsMissing:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+pytestmark = needs_plugins
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pallas_kernels.check.plugins import default_folder, environment
-from tests.tools.test_check_programs import compiles
+from tests.gpu_plugins import needs_plugins
 from tools.check_programs.hlo import read_module
 
 ROWS, BLOCKS = 8, 1002
@@ -28,7 +28,7 @@ with target.current():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_noise_is_made_in_the_reduction() -> None:
     made = subprocess.run(
         [sys.executable, "-c", COMPILE], env=environment(default_folder()), capture_output=True, text=True, check=True

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
+from pallas_kernels.check.plugins import default_folder
+from tests.gpu_plugins import needs_plugins
 from tools.check_programs.__main__ import run
 from tools.check_programs.offload import _findings, copies
 from tools.check_programs.work import Work
@@ -48,16 +49,8 @@ def test_work_with_weights_in_host_memory_says_so():
     assert "host" not in str(dataclasses.replace(work, offload=0.0))
 
 
-def _have_plugins() -> bool:
-    try:
-        require_plugins(default_folder())
-    except PluginsMissing:
-        return False
-    return True
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+@needs_plugins
 @pytest.mark.parametrize(
     "work",
     [

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.moves import of_moves
 from tools.check_programs.programs import plan
@@ -540,14 +539,3 @@ def test_kernels_are_not_counted_where_attention_loops():
     looping = make_step(module=with_line("%loop = (f32[2,8]) while(%w0), condition=%c, body=%b"))
     assert not rule(looping, "command buffers").broken
     assert not rule(looping, "command buffers").holds
-
-
-def _have_plugins():
-    try:
-        require_plugins(default_folder())
-    except PluginsMissing:
-        return False
-    return True
-
-
-compiles = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pallas_kernels.check.plugins import default_folder
-from tests.tools.test_check_programs import compiles
+from tests.gpu_plugins import needs_plugins
 from tools.check_programs import __main__ as door
 from tools.check_programs.work import Work
 
@@ -17,7 +17,7 @@ def _kinds(part):
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_the_engines_steps_keep_the_rules():
     """Four layers of Llama-3.1-8B's shape, compiled for an H100."""
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, steps=8), default_folder())
@@ -29,7 +29,7 @@ def test_the_engines_steps_keep_the_rules():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_a_training_step_adds_up_in_the_order_of_the_engine():
     """`Model.logprobs` with a loss and its gradient: chunks and decode steps are the engine's kernels."""
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=3, training=True), default_folder())
@@ -43,7 +43,7 @@ STORED = [("Llama-3.1-8B", kind) for kind in ("int4", "nf4", "fp8-activations")]
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 @pytest.mark.parametrize(("model", "kind"), STORED)
 def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
     """Kernel matmuls, those of experts, and weights dequantised in slices are all in one command buffer."""
@@ -54,7 +54,7 @@ def test_the_steps_of_stored_weights_keep_the_rules(model, kind):
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_the_steps_of_sums_that_do_not_divide_keep_the_rules():
     """XLA would pad the first layer's down projection, of 10944 inputs, in each decode step."""
     (part,) = door.run(Work("DeepSeek-V2-Lite", door.PAGES, layers=2, gemm="xla"), default_folder())
@@ -70,7 +70,7 @@ def _keeps_the_rules_of_drafts(work: Work) -> None:
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_the_steps_of_a_draft_model_keep_the_rules():
     """The host waits for nothing between drafting and the step that verifies."""
     work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, draft_layers=2)
@@ -78,7 +78,7 @@ def test_the_steps_of_a_draft_model_keep_the_rules():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_the_steps_of_a_draft_head_keep_the_rules():
     """The step keeps the features that the head reads, and the head drafts, without the host."""
     work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, head="eagle3")
@@ -86,7 +86,7 @@ def test_the_steps_of_a_draft_head_keep_the_rules():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_the_steps_of_adapters_keep_the_rules():
     """Kernels multiply every adapted weight, in one command buffer, and no bank is moved."""
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, adapters=5), default_folder())
@@ -98,7 +98,7 @@ def test_the_steps_of_adapters_keep_the_rules():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_steps_of_a_model_with_states(tmp_path):
     """A layer of each kind of Qwen3-Next: states are donated and planned for, and the host does not wait."""
     two = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}

@@ -7,7 +7,8 @@ import pytest
 
 from jaxinfer.types import VISION
 from pallas_kernels.check.plugins import default_folder
-from tests.tools.test_check_programs import compiles, part_of
+from tests.gpu_plugins import needs_plugins
+from tests.tools.test_check_programs import part_of
 from tools.check_programs import __main__ as door
 from tools.check_programs.expected import expected_tower
 from tools.check_programs.programs import model_of, plan
@@ -128,14 +129,14 @@ def test_whether_a_few_layers_fit_is_not_asked():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_the_steps_for_an_a100_keep_the_rules():
     (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=2, target="a100"), default_folder())
     assert part.broken == []
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_a_vision_model_keeps_the_rules():
     (part,) = door.run(Work("Qwen2.5-VL-7B", door.PAGES, layers=3), default_folder())
     assert {"encode_256", "encode_1024", "encode_4096", "encode_16384"} < set(part.programs)
@@ -145,7 +146,7 @@ def test_a_vision_model_keeps_the_rules():
 
 
 @pytest.mark.slow
-@compiles
+@needs_plugins
 def test_a_configuration_of_many_experts_keeps_the_rules(capsys: pytest.CaptureFixture[str]):
     assert door.main(["--shipped", "Qwen3-Next-80B-A3B"]) == 0
     assert "| Qwen3-Next-80B-A3B | 5 |" in capsys.readouterr().out

@@ -50,7 +50,7 @@ class Profiling:
         self._profiler, self._steps, self._seconds = profiler, steps, seconds
         self._changing = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None  # of the current profile, or of the last one
-        self._folder: str | None = None  # of the last profile, if it has ended by itself and nobody has asked
+        self._folder: str | None = None  # of the last profile, if it has ended by itself and no caller has asked
 
     async def start(self, steps: int) -> None:
         """Start a profile of so many steps, and a few more that run while it ends. Raises RuntimeError: it cannot."""

@@ -72,7 +72,7 @@ def test_a_profile_is_stopped_before_its_steps_and_the_next_is_another_one():
         engine.steps += 2
         await profiling.wait()
         assert profiler.calls == ["start", "stop"] * 2
-        await profiling.start(1)  # nobody has asked for the folder of the one before
+        await profiling.start(1)  # no caller has asked for the folder of the one before
         assert await profiling.stop() == "traces/3"
 
     run(story)
