@@ -62,7 +62,7 @@ _HOST = re.compile(r"S\(5\)| (?:infeed|outfeed|send|recv)\(")
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 _SPILLS = re.compile(r"Registers are spilled to local memory in function '(\S+?)', (\d+) bytes")
 _SPILLED = 160  # bytes of a thread that one of XLA's own kernels may spill: a reduction here and there does
-_LEAST_ROWS = 8  # rows to which XLA pads the activations of fewer
+_LEAST_ROWS = 8  # rows to which XLA pads fewer of an expert
 _REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization")
 
 
@@ -136,7 +136,7 @@ class Step:
     def largest(self) -> int:
         """Elements of its largest activation."""
         in_tiles = (
-            max(self.tokens, _LEAST_ROWS) + self.adapters * TILE_ROWS[1]
+            max(self.tokens, _LEAST_ROWS * self.experts) + self.adapters * TILE_ROWS[1]
         )  # each adapter's last tile may be almost empty
         return max(self.scores, in_tiles * self.widest, self.tokens * LANES * -(-self.logits // LANES))
 
