@@ -8,19 +8,20 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.quant.activation_hooks import InputStatistics, Observed, Orientation
 from jaxinfer.quant.make.recipe import RecipeError
+from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.weights.tree import Path
 
 _log = logging.getLogger("jaxinfer")
@@ -95,58 +96,91 @@ def _texts(path: pathlib.Path) -> list[str]:
     return found
 
 
-def embedded(module: Decoder, params: Any, calibration: Calibration, dtype: str) -> Float[np.ndarray, "samples t d"]:
-    """Return the hidden states before the first layer."""
-    run: Any = jax.jit(functools.partial(module.apply, method="embed"))
-    positions = jnp.arange(calibration.tokens.shape[1])
-    parts = []
+@dataclasses.dataclass
+class Batch:
+    """What layers read for some samples, on the host.
+
+    Attributes:
+        carried: what the layer before gave (`Decoder.carried`): hidden states, and for some families more.
+        context: what all layers read (`Decoder.entered`).
+        kept: keys and values of earlier layers that later ones read.
+    """
+
+    carried: Any
+    context: Any
+    kept: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def first(self) -> Batch:
+        """Return a batch of the first sample."""
+        return Batch(*jax.tree.map(lambda leaf: leaf[:1], (self.carried, self.context, self.kept)))
+
+
+def entered(module: Decoder, params: Any, calibration: Calibration, dtype: str) -> list[Batch]:
+    """Return what the first layer reads. ``params``: the parameters of `Decoder.embeddings`."""
+    run: Any = jax.jit(functools.partial(module.apply, method=_enter))
+    positions = np.arange(calibration.tokens.shape[1])
+    found = []
     for batch in calibration.batches():
-        tokens = jnp.asarray(calibration.tokens[batch])
-        parts.append(np.asarray(run({"params": params}, tokens, jnp.broadcast_to(positions, tokens.shape))))
-    return np.concatenate(parts).astype(jnp.dtype(dtype))
+        tokens = calibration.tokens[batch]
+        carried, context = run({"params": params}, tokens, np.broadcast_to(positions, tokens.shape))
+        found.append(Batch(_on_host(carried, jnp.dtype(dtype)), _on_host(context)))
+    return found
 
 
-def context(module: Decoder, samples: int, length: int) -> Any:
-    """Return what each layer reads besides its input (RoPE angles), for samples of ``length`` tokens."""
-    positions = jnp.broadcast_to(jnp.arange(length), (samples, length))
-    run: Any = module.apply
-    return run({"params": {}}, positions, method="context")
+def _enter(module: Decoder, tokens: Array, positions: Array) -> tuple[Any, Any]:
+    x, context = module.entered(module.embed(tokens, positions), positions)
+    return module.carried(x), context
+
+
+def _on_host(tree: Any, dtype: Any = None) -> Any:
+    """Copy arrays to the host; ``dtype``: of those of floating-point numbers (None: their own)."""
+
+    def copied(leaf: Array) -> np.ndarray:
+        whole = np.asarray(leaf)
+        return whole.astype(dtype) if dtype is not None and jnp.issubdtype(whole.dtype, jnp.floating) else whole
+
+    return jax.tree.map(copied, tree)
 
 
 def observed(
-    module: Decoder,
-    block: Layer,
-    values: Mapping[Path, np.ndarray],
-    paths: tuple[Path, ...],
-    hidden: Float[np.ndarray, "samples t d"],
-    calibration: Calibration,
-    gram: bool,
+    module: Decoder, layer: LayerWeights, paths: tuple[Path, ...], batches: Sequence[Batch], gram: bool
 ) -> dict[Path, InputStatistics]:
     """Return statistics of the inputs of the parameters ``paths`` of a layer; ``gram`` is empty unless requested.
 
     Parameters that no observable product reads are left out.
     """
-    params = _nested(values)
+    params = _nested(layer.values)
     total: dict[Path, InputStatistics] = {}
-    for batch in calibration.batches():
-        x = jnp.asarray(hidden[batch])
-        found = _observe(block, paths, gram, params, x, context(module, *x.shape[:2]))
+    for batch in batches:
+        found = _observe(layer.block, paths, gram, params, *_inputs(module, layer.index, batch))
         total = {path: total[path].merged(seen) if path in total else seen for path, seen in found.items()}
     return total
 
 
-def passed(
-    module: Decoder,
-    block: Layer,
-    values: Mapping[Path, np.ndarray],
-    hidden: Float[np.ndarray, "samples t d"],
-    calibration: Calibration,
-) -> None:
-    """Replace hidden states by those after the layer, a batch at a time."""
-    params = _nested(values)
-    for batch in calibration.batches():
-        x = jnp.asarray(hidden[batch])
-        hidden[batch] = np.asarray(_run(block, params, x, context(module, *x.shape[:2])))
+def after(module: Decoder, layer: LayerWeights, batch: Batch) -> tuple[Any, Any]:
+    """Return what a layer gives to the next one for a batch, and its keys and values."""
+    found: tuple[Any, Any] = _run(layer.block, _nested(layer.values), *_inputs(module, layer.index, batch))
+    return found
+
+
+def passed(module: Decoder, layer: LayerWeights, batches: Sequence[Batch]) -> None:
+    """Replace what a layer read by what it gives to the next one, a batch at a time."""
+    for batch in batches:
+        carried, cache = after(module, layer, batch)
+        batch.carried = _on_host(carried, jax.tree.leaves(batch.carried)[0].dtype)
+        if is_source(module, layer.index):
+            batch.kept[layer.index] = _on_host(cache)
+
+
+def is_source(module: Decoder, index: int) -> bool:
+    """Return whether other layers read the keys and values of layer ``index``."""
+    return any(spec.source == index for spec in module.config.layers)
+
+
+def _inputs(module: Decoder, index: int, batch: Batch) -> tuple[Any, Any, Any]:
+    """Return what the block of a layer takes besides its parameters: carried, context and cache."""
+    source = module.config.layers[index].source
+    return batch.carried, module.told(batch.context, index), None if source is None else batch.kept[source]
 
 
 def _nested(values: Mapping[Path, np.ndarray]) -> dict[str, Any]:
@@ -160,13 +194,14 @@ def _nested(values: Mapping[Path, np.ndarray]) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("block",))
-def _run(block: Layer, params: Any, x: Array, extra: Any) -> Array:
-    return block.apply({"params": params}, x, extra, causal_attend, None)[0]
+def _run(block: Layer, params: Any, carried: Any, context: Any, cache: Any) -> tuple[Any, Any]:
+    found: tuple[Any, Any] = block.apply({"params": params}, carried, context, causal_attend, cache)
+    return found
 
 
 @functools.partial(jax.jit, static_argnames=("block", "paths", "gram"))
 def _observe(
-    block: Layer, paths: tuple[Path, ...], gram: bool, params: Any, x: Array, extra: Any
+    block: Layer, paths: tuple[Path, ...], gram: bool, params: Any, carried: Any, context: Any, cache: Any
 ) -> dict[Path, InputStatistics]:
     notes: dict[Path, InputStatistics] = {}
 
@@ -179,7 +214,7 @@ def _observe(
         return note
 
     tree = _with(params, {path: observer(path) for path in paths})
-    block.apply({"params": tree}, x, extra, causal_attend, None)
+    block.apply({"params": tree}, carried, context, causal_attend, cache)
     return notes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from jaxinfer.opening import open_model
 from jaxinfer.quant.make import Made, MadeCodebook
 from jaxinfer.quant.make.formats import tensors_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.quantize.calibration import Calibration
+from jaxinfer.quantize.calibration import Batch, Calibration, passed
 from jaxinfer.quantize.folder import TARGETS, Target
 from jaxinfer.quantize.layer import LayerWeights
-from jaxinfer.quantize.layerwise import first_hidden, quantized, require_layers, run
+from jaxinfer.quantize.layerwise import first_batches, quantized, require_layers
 from jaxinfer.quantize.summary import Summary
 from jaxinfer.quantize.work import Work
 from jaxinfer.weights import CheckpointError
@@ -92,34 +92,45 @@ def _identity(work: Work, output_format: str, check_finite: bool) -> dict[str, A
 
 
 def _write_layers(work: Work, started: Unfinished, target: Target, progress: Progress | None) -> None:
-    first, hidden = _start(work, started, target)
+    first, batches = _start(work, started, target)
     for index in range(first, work.layers):
         layer = work.layer(index)
-        target.write(index, _exported(work, layer, quantized(work, index, layer, hidden)))
-        if hidden is not None:
-            run(work, layer, hidden)
-            _save_hidden(started, index + 1, hidden)
+        target.write(index, _exported(work, layer, quantized(work, layer, batches)))
+        if batches is not None:
+            passed(work.module, layer, batches)
+            _save_hidden(work, started, index + 1, batches)
         if progress is not None:
             progress(index + 1, work.layers, f"layer {index}")
 
 
-def _save_hidden(started: Unfinished, layers: int, hidden: np.ndarray) -> None:
-    """Save the hidden states after ``layers`` layers: this marks these layers as finished."""
+def _save_hidden(work: Work, started: Unfinished, layers: int, batches: Sequence[Batch]) -> None:
+    """Save the hidden states after ``layers`` layers: this marks these layers as finished. A run whose layers read more
+    begins anew."""
+    if not _resumes(work):
+        return
     name = _HIDDEN.format(layers)
-    write_tensors(started.folder / name, {"hidden": hidden})
+    write_tensors(started.folder / name, {"hidden": np.concatenate([batch.carried for batch in batches])})
     started.keep(name)
     (started.folder / _HIDDEN.format(layers - 1)).unlink(missing_ok=True)
 
 
-def _start(work: Work, started: Unfinished, target: Target) -> tuple[int, np.ndarray | None]:
-    """Return the first unfinished layer, and the hidden states before it."""
+def _resumes(work: Work) -> bool:
+    return work.module.bound is None and not any(layer.index_topk for layer in work.module.config.layers)
+
+
+def _start(work: Work, started: Unfinished, target: Target) -> tuple[int, list[Batch] | None]:
+    """Return the first unfinished layer, and what it reads."""
     if work.calibration is None:
         return next((index for index in range(work.layers) if not target.has(index)), work.layers), None
+    batches = first_batches(work)
     for index in range(work.layers, 0, -1):
         saved = started.folder / _HIDDEN.format(index)
         if saved.exists():
-            return index, np.array(SafetensorsFile(saved).read("hidden"))
-    return 0, first_hidden(work)
+            hidden = np.array(SafetensorsFile(saved).read("hidden"))
+            for batch, samples in zip(batches, work.calibration.batches(), strict=True):
+                batch.carried = hidden[samples]
+            return index, batches
+    return 0, batches
 
 
 def _exported(work: Work, layer: LayerWeights, made: Mapping[str, Made | MadeCodebook]) -> dict[str, np.ndarray]:

@@ -90,12 +90,14 @@ class LayerWeights:
     """A layer's parameters.
 
     Attributes:
+        index: its number in the model.
         block: the Flax module of the layer.
         specs: its parameter specs by path within the layer.
         values: its parameter values by path within the layer: on the host, in float32 and mutable; or, of a layer that
             is never run, `jaxinfer.weights.load.Deferred`.
     """
 
+    index: int
     block: Layer
     specs: Specs
     values: dict[Path, Any]

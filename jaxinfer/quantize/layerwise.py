@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxinfer.quant.activation_hooks import InputStatistics
 from jaxinfer.quant.make import Made, MadeCodebook
 from jaxinfer.quant.make.gptq import enough_tokens
 from jaxinfer.quant.make.recipe import RecipeError
-from jaxinfer.quantize.calibration import embedded, observed, passed
+from jaxinfer.quantize.calibration import Batch, entered, observed
 from jaxinfer.quantize.fold import Folder, Statistics
 from jaxinfer.quantize.layer import LayerWeights, Linear
 from jaxinfer.quantize.structure import observable, structure_of
@@ -27,57 +27,39 @@ def require_layers(work: Work) -> None:
     recipe, module = work.recipe, work.module
     if not isinstance(module, Decoder):
         raise RecipeError(f"{type(module).__name__} has no layers that can be run one by one")
-    if recipe.calibrated and (bound := _bound(module)) is not None:
-        raise RecipeError(f"{recipe.method} runs layers one by one, and those of this model read {bound}")
     if recipe.method == "smoothquant" and isinstance(work.block(0), PostNormBlock):
         raise RecipeError("smoothquant scales the outputs of norms, and no norm is before the weights of this model")
 
 
-def _bound(module: Decoder) -> str | None:
-    """Return what layers read besides hidden states, without which they do not run one by one."""
-    if any(layer.index_topk for layer in module.config.layers):
-        return "the tokens that other layers select"
-    return module.bound
-
-
-def first_hidden(work: Work) -> Float[np.ndarray, "samples t d"]:
-    """Return the hidden states of the samples before the first layer."""
+def first_batches(work: Work) -> list[Batch]:
+    """Return what the first layer reads for the samples."""
     assert work.calibration is not None
     names = [name for name in work.module.embeddings if name in work.model.params]
-    params = jax.tree.map(jnp.asarray, {name: _arrays(work.model.params[name]) for name in names})
-    return embedded(work.module, params, work.calibration, work.dtype)
+    params = jax.tree.map(jnp.asarray, _arrays({name: work.model.params[name] for name in names}))
+    return entered(work.module, params, work.calibration, work.dtype)
 
 
 def _arrays(tree: Any) -> Any:
-    return {key: _arrays(node) if isinstance(node, Mapping) else np.asarray(node) for key, node in tree.items()}
+    return {key: _arrays(tree[key]) for key in tree} if isinstance(tree, Mapping) else np.asarray(tree)
 
 
-def run(work: Work, layer: LayerWeights, hidden: Float[np.ndarray, "samples t d"]) -> None:
-    """Replace the hidden states of the samples by those after a layer."""
-    assert work.calibration is not None
-    passed(work.module, layer.block, layer.values, hidden, work.calibration)
-
-
-def quantized(
-    work: Work, index: int, layer: LayerWeights, hidden: Float[np.ndarray, "samples t d"] | None
-) -> dict[str, Made | MadeCodebook]:
+def quantized(work: Work, layer: LayerWeights, batches: Sequence[Batch] | None) -> dict[str, Made | MadeCodebook]:
     """Quantise the weights of a layer that the recipe applies to; return them by tensor name.
 
     Args:
-        layer: with ``hidden`` it is left with the dequantized values, and with the scales that are folded into it.
-        hidden: hidden states of the samples before the layer; None: the recipe is not calibrated.
+        layer: with ``batches`` it is left with the dequantized values, and with the scales that are folded into it.
+        batches: what the layer reads for the samples; None: the recipe is not calibrated.
     """
     statistics = Statistics()
-    if hidden is not None and work.calibration is not None:
+    if batches is not None:
         paths = tuple(path for path, spec in layer.specs.items() if observable(path, spec))
-        gram = work.recipe.gram
-        statistics = observed(work.module, layer.block, layer.values, paths, hidden, work.calibration, gram)
+        statistics = observed(work.module, layer, paths, batches, work.recipe.gram)
         if work.recipe.folded:
-            structure = structure_of(work.module, layer, hidden, work.calibration)
+            structure = structure_of(work.module, layer, batches[0])
             Folder(layer, statistics, work.recipe, work.recipe.grid(work.dtype), structure).fold()
     return {
         name: quantized_weight(work, layer, linear, _gram(work, linear, statistics))
-        for name, linear in work.taken(index).items()
+        for name, linear in work.taken(layer.index).items()
     }
 
 

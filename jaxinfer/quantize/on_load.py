@@ -10,21 +10,20 @@ import functools
 import logging
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from jaxinfer.models.model import Model
 from jaxinfer.quant.layouts import Layout
 from jaxinfer.quant.make import Made, MadeCodebook
 from jaxinfer.quant.make.recipe import Recipe
-from jaxinfer.quantize.calibration import Calibration
+from jaxinfer.quantize.calibration import Batch, Calibration, passed
 from jaxinfer.quantize.layer import LayerWeights, Linear
-from jaxinfer.quantize.layerwise import first_hidden, quantized, quantized_weight, require_layers, run
+from jaxinfer.quantize.layerwise import first_batches, quantized, quantized_weight, require_layers
 from jaxinfer.quantize.work import Work, layer_name
 from jaxinfer.types import ParamSpec, ParamTree, map_specs
 from jaxinfer.weights.files import ModelFiles
@@ -99,10 +98,10 @@ class Loading:
         work = Work(self.files, self.model, self.recipe, self.calibration, measures=self.calibration is not None)
         for kind in work.summary.kept:
             _log.warning(f"{kind.count} weights {kind.name} stay unquantised: {kind.reason}")
-        hidden = None if self.calibration is None else first_hidden(work)
+        batches = None if self.calibration is None else first_batches(work)
         params = {name: self._plain(work, name, place) for name in work.rest}
         for index in range(work.layers):
-            params |= self._layer(work, index, hidden, place)
+            params |= self._layer(work, index, batches, place)
         return {name: params[name] for name in self.specs}
 
     def _plain(self, work: Work, name: str, place: Place) -> Any:
@@ -111,10 +110,10 @@ class Loading:
 
         return map_specs(placed, {name: self.specs[name]})[name]
 
-    def _layer(self, work: Work, index: int, hidden: Float[np.ndarray, "samples t d"] | None, place: Place) -> Any:
-        """Return the parameters of one layer; ``hidden`` becomes the hidden states after it."""
+    def _layer(self, work: Work, index: int, batches: Sequence[Batch] | None, place: Place) -> Any:
+        """Return the parameters of one layer; ``batches`` become what the next one reads."""
         layer, specs = work.layer(index), {layer_name(index): self.specs[layer_name(index)]}
-        made = _quantized(work, index, layer, hidden)
+        made = _quantized(work, layer, batches)
         weights = {
             name: StoredWeight(linear.shape, _layout(self.recipe, linear.shape, work.dtype), made[name], 0)
             for name, linear in work.taken(index).items()
@@ -125,13 +124,13 @@ class Loading:
 
 
 def _quantized(
-    work: Work, index: int, layer: LayerWeights, hidden: Float[np.ndarray, "samples t d"] | None
+    work: Work, layer: LayerWeights, batches: Sequence[Batch] | None
 ) -> dict[str, Callable[[str], np.ndarray]]:
     """Return functions that read a part of each quantised weight. Without samples it is quantised by the first call."""
-    if hidden is None:
-        return {name: _lazily(work, layer, linear) for name, linear in work.taken(index).items()}
-    made = {name: _on_host(weight) for name, weight in quantized(work, index, layer, hidden).items()}
-    run(work, layer, hidden)
+    if batches is None:
+        return {name: _lazily(work, layer, linear) for name, linear in work.taken(layer.index).items()}
+    made = {name: _on_host(weight) for name, weight in quantized(work, layer, batches).items()}
+    passed(work.module, layer, batches)
     return {name: parts.__getitem__ for name, parts in made.items()}
 
 

@@ -9,10 +9,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxinfer.quantize.calibration import Calibration, observed, passed
+from jaxinfer.quantize.calibration import Batch, after, is_source, observed
 from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights.tree import Path
@@ -20,7 +22,6 @@ from jaxinfer.weights.tree import Path
 Vector = Float[np.ndarray, " k"]
 
 QKV, OUT = ("attention", "qkv"), ("attention", "out")
-_TOKENS = 64  # of one sample
 _OFFSETS = (0.0, 1.0)
 _PAIR = 2
 _SAME = 1e-3  # relative error of a token's hidden state
@@ -95,32 +96,30 @@ def divide_up(layer: LayerWeights, up: Path, scale: Vector, expert: int | None =
             np.moveaxis(value, pairs, 0)[1] /= scale[axes]
 
 
-def structure_of(
-    module: Any, layer: LayerWeights, hidden: Float[np.ndarray, "samples t d"], calibration: Calibration
-) -> Structure:
-    """Find where scales of inputs can be folded into a layer.
+def structure_of(module: Any, layer: LayerWeights, batch: Batch) -> Structure:
+    """Find where scales of inputs can be folded into a layer, by what it computes of the first sample of a batch.
 
-    Args:
-        hidden: hidden states before the layer, of which one sample is used.
+    Values that other layers read, too, cannot be scaled.
     """
-    trial = _Trial(module, layer, hidden[:1, :_TOKENS], Calibration(calibration.tokens[:1, :_TOKENS], 1))
-    return Structure(tuple(trial.norms()), trial.heads(), tuple(trial.pairs()))
+    trial = _Trial(module, layer, batch.first())
+    heads = not is_source(module, layer.index) and trial.heads()
+    return Structure(tuple(trial.norms()), heads, tuple(trial.pairs()))
 
 
 class _Trial:
-    """A layer and what it computes of a few tokens."""
+    """A layer and what it computes of one sample."""
 
-    def __init__(
-        self, module: Any, layer: LayerWeights, hidden: Float[np.ndarray, "1 t d"], calibration: Calibration
-    ) -> None:
-        self._module, self._layer, self._hidden, self._calibration = module, layer, hidden, calibration
+    def __init__(self, module: Any, layer: LayerWeights, batch: Batch) -> None:
+        self._module, self._layer, self._batch = module, layer, batch
         self._random = np.random.default_rng(0)
-        self._expected = self._run()
+        self._before, self._expected = self._hidden(batch.carried), self._run()
 
-    def _run(self) -> Float[np.ndarray, "1 t d"]:
-        after = self._hidden.copy()
-        passed(self._module, self._layer.block, self._layer.values, after, self._calibration)
-        return after
+    def _hidden(self, carried: Any) -> Float[np.ndarray, "t width"]:
+        x = np.asarray(self._module.hidden(jax.tree.map(jnp.asarray, carried)), np.float64)[0]
+        return x.reshape(len(x), -1)
+
+    def _run(self) -> Float[np.ndarray, "t width"]:
+        return self._hidden(after(self._module, self._layer, self._batch)[0])
 
     def _scale(self, size: int) -> Vector:
         return self._random.choice(np.asarray([0.5, 2.0], np.float32), size)
@@ -128,9 +127,9 @@ class _Trial:
     def _same(self, change: Callable[[], None]) -> bool:
         """Return whether the layer computes the same with a change."""
         change()
-        moved = np.asarray(self._expected - self._hidden, np.float64)[0]
-        error = np.linalg.norm(np.asarray(self._run() - self._expected, np.float64)[0], axis=-1)
-        return bool((error < _SAME * np.linalg.norm(moved, axis=-1)).mean() >= _MOST)
+        moved = np.linalg.norm(self._expected - self._before, axis=-1)
+        error = np.linalg.norm(self._run() - self._expected, axis=-1)
+        return bool((error < _SAME * moved).mean() >= _MOST)
 
     # ---- norms
 
@@ -168,9 +167,7 @@ class _Trial:
     def _totals(self) -> dict[Path, Vector]:
         """Return the sums of the absolute inputs of all weights, of experts together."""
         paths = tuple(path for path, spec in self._layer.specs.items() if observable(path, spec))
-        seen = observed(
-            self._module, self._layer.block, self._layer.values, paths, self._hidden, self._calibration, gram=False
-        )
+        seen = observed(self._module, self._layer, paths, [self._batch], gram=False)
         return {path: np.asarray(each.total).reshape(-1, each.total.shape[-1]).sum(0) for path, each in seen.items()}
 
     def _beside(self, readers: tuple[Path, ...], inputs: int) -> tuple[Path, ...]:

@@ -99,7 +99,7 @@ class Work:
         values = {path: self.value((name, *path)) for path in specs}
         if self.calibration is not None:
             values = {path: np.array(value, np.float32) for path, value in values.items()}
-        return LayerWeights(self.block(index), specs, values)
+        return LayerWeights(index, self.block(index), specs, values)
 
     def block(self, index: int) -> Layer:
         """Return the Flax module of a layer."""

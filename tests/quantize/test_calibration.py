@@ -11,21 +11,26 @@ import pytest
 from jaxinfer import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.quantize import Calibration, RecipeError, read_calibration
-from jaxinfer.quantize.calibration import embedded, observed, passed
+from jaxinfer.quantize.calibration import Batch, entered, observed, passed
+from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.types import walk_specs
 from tests.quantize.models import folder_of, samples
 
 
-def first_layer(name: str, folder: pathlib.Path) -> tuple[Model, dict, np.ndarray]:
-    model = load_model(str(folder_of(name, folder)), "float32", show_progress=False)
-    specs = dict(walk_specs(model.specs["layers_0"]))
+def layer_of(model: Model, index: int) -> LayerWeights:
+    specs = dict(walk_specs(model.specs[f"layers_{index}"]))
     values = {}
     for path in specs:
-        node = model.params["layers_0"]
+        node = model.params[f"layers_{index}"]
         for key in path:
             node = node[key]
         values[path] = np.array(node)
-    return model, values, embedded(model.module, model.params, samples(), "float32")
+    return LayerWeights(index, model.module.block(index, None), specs, values)
+
+
+def first_layer(name: str, folder: pathlib.Path) -> tuple[Model, LayerWeights, list[Batch]]:
+    model = load_model(str(folder_of(name, folder)), "float32", show_progress=False)
+    return model, layer_of(model, 0), entered(model.module, model.params, samples(), "float32")
 
 
 def normed(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
@@ -34,25 +39,26 @@ def normed(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
 
 
 def test_they_are_those_of_what_the_norm_gives(tmp_path: pathlib.Path):
-    model, values, hidden = first_layer("qwen2-bias", tmp_path)
-    block, paths = model.module.block(0, None), (("attention", "qkv"), ("attention", "out"), ("mlp", "down"))
-    seen = observed(model.module, block, values, paths, hidden, samples(), gram=True)
-    x = normed(hidden, values["attention_norm", "scale"], model.config.norm_eps)
+    model, layer, batches = first_layer("qwen2-bias", tmp_path)
+    paths = (("attention", "qkv"), ("attention", "out"), ("mlp", "down"))
+    seen = observed(model.module, layer, paths, batches, gram=True)
+    hidden = np.concatenate([batch.carried for batch in batches])
+    x = normed(hidden, layer.values["attention_norm", "scale"], model.config.norm_eps)
     own = seen["attention", "qkv"]
     assert set(seen) == set(paths)
     assert float(own.rows) == len(x) == 240
     assert np.allclose(np.asarray(own.gram), x.T @ x, rtol=1e-4, atol=1e-3)
     assert np.allclose(np.asarray(own.largest), np.abs(x).max(0), rtol=1e-5)
     assert np.allclose(np.asarray(own.total), np.abs(x).sum(0), rtol=1e-5)
-    without = observed(model.module, block, values, paths, hidden, samples(), gram=False)
+    without = observed(model.module, layer, paths, batches, gram=False)
     assert without["mlp", "down"].gram.shape == ()
     assert np.array_equal(np.asarray(without["mlp", "down"].largest), np.asarray(seen["mlp", "down"].largest))
 
 
 def test_each_expert_has_those_of_its_own_tokens(tmp_path: pathlib.Path):
-    model, values, hidden = first_layer("qwen2_moe-hub", tmp_path)
+    model, layer, batches = first_layer("qwen2_moe-hub", tmp_path)
     paths = (("mlp", "gate_up"), ("mlp", "router"), ("mlp", "down"))
-    seen = observed(model.module, model.module.block(0, None), values, paths, hidden, samples(), gram=True)
+    seen = observed(model.module, layer, paths, batches, gram=True)
     experts, every = seen["mlp", "gate_up"], seen["mlp", "router"]
     top_k = model.config.rule.top_k
     assert float(experts.rows.sum()) == 240 * top_k
@@ -63,20 +69,17 @@ def test_each_expert_has_those_of_its_own_tokens(tmp_path: pathlib.Path):
     assert np.allclose(np.asarray(experts.largest.max(0)), np.asarray(every.largest), rtol=1e-6)
 
 
-def test_layers_one_after_the_other_are_the_model(tmp_path: pathlib.Path):
-    model, _, hidden = first_layer("gemma2-window", tmp_path)
+@pytest.mark.parametrize(
+    "name", ["gemma2-window", "gemma3n_text-hub", "gemma4_text-effective-hub", "glm_moe_dsa-every-other"]
+)
+def test_layers_one_after_the_other_are_the_model(name: str, tmp_path: pathlib.Path):
+    """Also layers that read embeddings of their own, keys and values of other layers, or tokens that these chose."""
+    model, _, batches = first_layer(name, tmp_path)
     tokens = jnp.asarray(samples().tokens)
     for index in range(len(model.config.layers)):
-        specs = dict(walk_specs(model.specs[f"layers_{index}"]))
-        flat = {}
-        for path in specs:
-            node = model.params[f"layers_{index}"]
-            for key in path:
-                node = node[key]
-            flat[path] = np.asarray(node)
-        passed(model.module, model.module.block(index, None), flat, hidden, samples())
-    apply = model.module.apply
-    states = apply({"params": model.params}, jnp.asarray(hidden), method="normed")
+        passed(model.module, layer_of(model, index), batches)
+    hidden = np.concatenate([model.module.hidden(jax.tree.map(jnp.asarray, batch.carried)) for batch in batches])
+    states = model.module.apply({"params": model.params}, jnp.asarray(hidden), method="normed")
     assert np.allclose(np.asarray(states), np.asarray(jax.jit(model.hidden)(model.params, tokens)), atol=1e-4)
 
 

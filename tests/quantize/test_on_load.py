@@ -99,12 +99,16 @@ def test_it_is_the_converted_checkpoint(
         pytest.param("deepseek_v3-hub", "nf4", marks=pytest.mark.slow),
         pytest.param("falcon-40b-hub", "w8a8", marks=pytest.mark.slow),
         pytest.param("gemma2-window", "awq", marks=pytest.mark.slow),
+        pytest.param("gemma3n_text-hub", "smoothquant", marks=pytest.mark.slow),
+        pytest.param("gemma4_text-effective-hub", "awq", marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa-every-other", "gptq", marks=pytest.mark.slow),
     ],
 )
 def test_families_whose_tensors_lie_otherwise(
     name: str, method: str, text: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """Experts, tensors that fill several parameters, grouped queries, latents."""
+    """Experts, tensors that fill several parameters, grouped queries, latents, layers that read more than the last one's
+    output."""
     folder = folder_of(name, tmp_path / "source")
     found = load_model(str(folder), show_progress=False, quantization=settings(method, text))
     require_equal(found, on_disk(folder, tmp_path / "made", RECIPES[method], text))
