@@ -7,22 +7,16 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.execution.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.families.gemma3n import Gemma3nConfig
 from jaxinfer.models.families.gemma4 import Gemma4Config
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.heads import kv_copies
 from jaxinfer.quant.banks import known_modules
-from jaxinfer.quantize import Calibration, Recipe, RecipeError
-from jaxinfer.quantize.driver import quantize
 from jaxinfer.types import LayerSpec
-from tests.models.test_parity import golden
-from tools.oracle.golden import write_checkpoint
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs" / "models"
 S, F = "sliding_attention", "full_attention"
@@ -139,33 +133,6 @@ def test_heads_of_unlike_layers_are_spread_where_all_can_be():
     with pytest.raises(EngineConfigError, match=r"tensor_parallel_size = 4 cannot be: .* 2 and 8 KV heads"):
         kv_copies(cache, {"tensor": 4})
     assert {cache.on_each(2).sizes(layer) for layer in cache.on_each(2).layers} == {(4, 256), (1, 512)}
-
-
-def test_layers_that_read_more_than_states_are_not_cut_into_stages():
-    for name in ("Gemma-4-E2B", "Gemma-3n-E4B"):
-        with pytest.raises(
-            EngineConfigError, match=r"pipeline_parallel_size = 2 cannot be: .* embeddings of their own"
-        ):
-            cut(published(name), 2)
-    assert [len(stage.model.cache_spec.layers) for stage in cut(published("Gemma-4-26B-A4B"), 2)] == [15, 15]
-
-
-def test_shared_keys_bind_layers_together():
-    bare = {
-        **SIZES,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 2,
-        "architectures": ["Gemma4ForCausalLM"],
-    }
-    with pytest.raises(EngineConfigError, match="read keys and values of other layers"):
-        cut(abstract(bare, "float32"), 2)
-
-
-def test_layers_that_read_more_than_states_are_not_calibrated_one_by_one(tmp_path: pathlib.Path):
-    folder = write_checkpoint(golden("gemma4_text-effective-hub"), tmp_path / "model")
-    texts = Calibration(np.zeros((1, 8), np.int64))
-    with pytest.raises(RecipeError, match="gptq runs layers one by one, and those of this model read embeddings"):
-        quantize(str(folder), tmp_path / "made", Recipe("gptq"), texts)
 
 
 def test_heads_that_read_inputs_of_layers_are_refused_where_these_are_streams():

@@ -80,15 +80,16 @@ FAMILIES = {
     ),
     "gemma3n_text-hub": (0, Structure((FEED,), False, (ONE,))),
     "gemma4_text-effective-hub": (1, Structure((ATTENTION, FEED), False, (ONE,))),
-    "deepseek_v32-hub": (
+    "glm_moe_dsa-hub": (
         1,
         Structure(
             (
-                Norm(("attention", "q_norm", "scale"), (("attention", "indexer", "q"), ("attention", "q"))),
-                of_experts(SHARED[0]),
+                Norm(ATTENTION.scale, (("attention", "down"),)),
+                Norm(("attention", "q_norm", "scale"), (("attention", "q"),)),
+                FEED,
             ),
             False,
-            (ONE, SHARED),
+            (ONE,),
         ),
     ),
 }

@@ -107,8 +107,7 @@ def test_it_is_the_converted_checkpoint(
 def test_families_whose_tensors_lie_otherwise(
     name: str, method: str, text: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    """Experts, tensors that fill several parameters, grouped queries, latents, layers that read more than the last one's
-    output."""
+    """Experts, tensors that fill several parameters, grouped queries, latents, layers that read more than states."""
     folder = folder_of(name, tmp_path / "source")
     found = load_model(str(folder), show_progress=False, quantization=settings(method, text))
     require_equal(found, on_disk(folder, tmp_path / "made", RECIPES[method], text))
