@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.quant.make import IntegerGrid, Made, gptq, integers, reconstruction_error
-from jaxinfer.quantize.calibration import Calibration, embedded, observed
+from jaxinfer.quantize.calibration import Calibration, entered, observed
 from jaxinfer.quantize.layer import LayerWeights, linears
 from jaxinfer.types import walk_specs
 from jaxinfer.weights.tree import Path
@@ -100,11 +100,11 @@ def first_layer(folder: pathlib.Path) -> tuple[LayerWeights, dict[Path, np.ndarr
     model = load_model(str(folder), "float32", show_progress=False)
     specs = dict(walk_specs(model.specs["layers_0"]))
     values = {path: np.array(model.params["layers_0"][path[0]][path[1]]) for path in specs}
-    layer = LayerWeights(model.module.block(0, None), specs, values)
+    layer = LayerWeights(0, model.module.block(0, None), specs, values)
     text = Calibration(np.random.default_rng(5).integers(3, 500, (8, 64)).astype(np.int32))
-    hidden = embedded(model.module, model.params, text, "float32")
+    batches = entered(model.module, model.params, text, "float32")
     paths = tuple(path for path, spec in specs.items() if spec.inputs is not None)
-    seen = observed(model.module, layer.block, values, paths, hidden, text, gram=True)
+    seen = observed(model.module, layer, paths, batches, gram=True)
     return layer, {path: np.asarray(own.gram) for path, own in seen.items()}
 
 
