@@ -25,11 +25,18 @@ from pallas_kernels.token_quant.reference import FLOAT8_MAX
 from pallas_kernels.token_quant.xla import quotient
 
 
+# The GEMM kernel loads scales of whole tiles of rows: of at most so many in a decode step.
+_SCALES = 256
+
+
 class Rounded(NamedTuple):
-    """8-bit inputs: ``codes * scales``, with a scale for each ``group`` neighbours of a token, or one for all."""
+    """8-bit inputs: ``codes * scales``, with a scale for each ``group`` neighbours of a token, or one for all.
+
+    There may be more scales than rows, see `token_quant.quantize`.
+    """
 
     codes: Num[Array, "rows k"]
-    scales: Float[Array, "#rows groups"]
+    scales: Float[Array, "scales groups"]
     group: int
 
     def plain(self) -> Float[Array, "rows k"]:
@@ -41,7 +48,11 @@ class Rounded(NamedTuple):
 
 
 def rounded(
-    x: Float[Array, "rows k"], layout: Grouped, static: Float[Array, ""] | None = None, along: Any = None
+    x: Float[Array, "rows k"],
+    layout: Grouped,
+    static: Float[Array, ""] | None = None,
+    along: Any = None,
+    multiple: int = 1,
 ) -> Rounded:
     """Round inputs to 8 bits as a layout requires.
 
@@ -50,10 +61,11 @@ def rounded(
             last group of which may be smaller.
         along: the mesh axes over which inputs are sharded, when traced for one device's shard: a scale for all inputs
             of a token is then the maximum over all shards. Groups must not cross shards.
+        multiple: see `token_quant.quantize`.
     """
     group, rule = layout.activation_group or x.shape[-1], _rule(layout)
     if static is None and along is None and group >= x.shape[-1]:
-        codes, of_tokens = token_quant.quantize(x, rule)
+        codes, of_tokens = token_quant.quantize(x, rule, multiple=multiple)
         return Rounded(codes, of_tokens[:, None], group)
     grouped = _in_groups(x.astype(jnp.float32), group)
     if static is None:
@@ -103,8 +115,9 @@ def product(
         large = jnp.abs(x) >= layout.outliers
         rest = product(jnp.where(large, 0, x), dataclasses.replace(layout, outliers=0.0), arrays, along, path)
         return rest + lax.cond(large.any(), unrounded, lambda x: jnp.zeros_like(rest), jnp.where(large, x, 0))
-    own = rounded(x, layout, arrays.get("input_scale"), along)
-    if (by_kernel := by_gemm(x, layout, arrays, path, gated=gated)) or gated:
+    by_kernel = by_gemm(x, layout, arrays, path, gated=gated)
+    own = rounded(x, layout, arrays.get("input_scale"), along, _SCALES if by_kernel else 1)
+    if by_kernel or gated:
         return _gemm(own, layout, arrays, x.dtype, gated, "mosaic" if by_kernel else "xla").reshape(x.shape[0], -1)
     if own.scales.shape[-1] == scales.shape[-1] == 1 and _multiplied_as_they_are(own.codes, codes):
         sums = _int_sums(own.codes, codes, zeros) if codes.dtype == jnp.int8 else dot(own.codes, codes, 1, jnp.float32)
@@ -125,7 +138,7 @@ def by_gemm(x: Any, layout: Grouped, arrays: Mapping[str, Any], path: Wish, *, g
 def _gemm(
     x: Rounded, layout: Grouped, arrays: Mapping[str, Any], dtype: Any, gated: bool, path: Wish
 ) -> Float[Array, "rows *n"]:
-    codes, rows = arrays["codes"], x.codes.shape[0]
+    codes, rows = arrays["codes"], max(x.codes.shape[0], x.scales.shape[0])
     scales = arrays["scales"].reshape(codes.shape[:-1]).astype(jnp.float32) * layout.factor
     extras = Extras(x_scales=jnp.broadcast_to(x.scales[:, 0], (rows,)), scales=scales)
     return dense_matmul.matmul(x.codes, codes, extras, layout="in last", gated=gated, dtype=dtype, path=path)

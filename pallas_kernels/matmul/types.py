@@ -79,7 +79,7 @@ class Extras(NamedTuple):
     """Operands of the epilogue, in the order in which they are applied; None if the product has none.
 
     Attributes:
-        x_scales: [rows], of 8-bit numbers.
+        x_scales: [rows], of 8-bit numbers; further ones are ignored.
         scales: [*n], of 8-bit weights.
         bias: [*n].
         residual: [rows, n], added to the result.

@@ -31,11 +31,12 @@ class _Smem(NamedTuple):
 
 
 def quantize(
-    x: Float[Array, "rows k"], rule: Rule, *, interpret: plgpu.InterpretGPUParams | None = None
-) -> tuple[Num[Array, "rows k"], Float[Array, " rows"]]:
+    x: Float[Array, "rows k"], rule: Rule, *, multiple: int = 1, interpret: plgpu.InterpretGPUParams | None = None
+) -> tuple[Num[Array, "rows k"], Float[Array, " scales"]]:
     """See `reference.quantize`.
 
     Args:
+        multiple: see `api.quantize`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
@@ -49,7 +50,7 @@ def quantize(
         functools.partial(_body, rule, columns),
         out_type=(
             jax.ShapeDtypeStruct((rows, WARPS, columns), jnp.dtype(rule.dtype)),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows + -rows % multiple,), jnp.float32),
         ),
         scratch_types={"smem": _Smem(plgpu.SMEM((WARPS,), jnp.float32))},
         grid=(rows,),

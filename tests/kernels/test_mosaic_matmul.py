@@ -102,6 +102,18 @@ def test_equals_float64(name):
     assert_close(run(arrays, tiles, **options), arrays, **product)
 
 
+@pytest.mark.parametrize("spare", [1, 100])
+def test_further_scales_of_rows_are_ignored(spare):
+    """`token_quant.quantize` returns scales of whole tiles, see ``multiple``."""
+    (x, weights, extras), product, options, tiles = of_case("int8")
+    longer = extras._replace(x_scales=jnp.pad(extras.x_scales, (0, spare), constant_values=jnp.nan))
+    np.testing.assert_array_equal(
+        run((x, weights, longer), tiles, **options), run((x, weights, extras), tiles, **options)
+    )
+    plain = reference.matmul(x, weights, extras, **product)
+    np.testing.assert_array_equal(reference.matmul(x, weights, longer, **product), plain)
+
+
 EXACT = {
     "bias and residual": ({"extras": WITHOUT_SCALES}, Tiles(1, 32, 64, 2, blocks=2)),
     "gated": ({"extras": WITHOUT_SCALES, "gated": True}, Tiles(1, 32, 64, 2, blocks=2)),

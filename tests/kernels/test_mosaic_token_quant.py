@@ -50,6 +50,18 @@ def test_half_precision():
     assert_right(jnp.clip(tokens(5), -6e4, 6e4).astype(jnp.float16), RULES[0])
 
 
+def test_scales_beyond_the_rows_are_not_computed():
+    """Their number is a multiple; those of the rows are the same."""
+
+    def launch(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mosaic.quantize(x, RULES[0], multiple=64, interpret=compat.interpret_params())
+
+    codes, scales = compat.interpreted(lambda: jax.jit(launch)(tokens(9)))
+    assert scales.shape == (64,)
+    for got, want in zip((codes, scales[:9]), run(tokens(9), RULES[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
+
+
 @pytest.mark.parametrize("place", [0, 6])
 def test_no_bit_of_a_token_depends_on_others(place):
     """All other tokens are NaN in one launch and absent in the other."""

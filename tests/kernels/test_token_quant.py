@@ -41,7 +41,7 @@ def kernel(monkeypatch):
 @pytest.mark.parametrize("path", ["auto", "mosaic"])
 def test_a_batch_of_calls_is_xlas(kernel, path):
     nothing = jnp.zeros((9, 256), jnp.int8), jnp.zeros(9)
-    kernel(lambda x, rule: nothing)  # traced, but not run
+    kernel(lambda x, rule, multiple: nothing)  # traced, but not run
     x = jnp.stack([tokens(9), tokens(9) * 3])
     found = jax.jit(jax.vmap(lambda x: quantize(x, RULES[0], path=path)))(x)
     codes, scales = reference.quantize(np.asarray(x[1]), RULES[0])
@@ -49,8 +49,15 @@ def test_a_batch_of_calls_is_xlas(kernel, path):
     np.testing.assert_allclose(np.asarray(found[0][1], np.int32), np.asarray(codes, np.int32), atol=1)
 
 
+@pytest.mark.parametrize(("multiple", "count"), [(1, 9), (9, 9), (8, 16), (64, 64)])
+def test_the_number_of_scales_is_a_multiple(multiple, count):
+    codes, scales = quantize(tokens(9), RULES[0], path="xla", multiple=multiple)
+    assert (codes.shape, scales.shape) == ((9, 256), (count,))
+    np.testing.assert_array_equal(scales[:9], quantize(tokens(9), RULES[0], path="xla")[1])
+
+
 def test_the_kernel_is_launched_for_a_single_call(kernel):
-    kernel(lambda x, rule: (x.astype(rule.dtype), jnp.full(x.shape[0], 7.0)))
+    kernel(lambda x, rule, multiple: (x.astype(rule.dtype), jnp.full(x.shape[0], 7.0)))
     assert float(quantize(tokens(9), RULES[0], path="mosaic")[1][0]) == 7
 
 

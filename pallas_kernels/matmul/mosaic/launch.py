@@ -114,7 +114,7 @@ def _whole_tiles(x: Any, extras: Extras) -> tuple[Any, Extras]:
     def filled(array: Any) -> Any:
         return None if array is None else jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
 
-    return filled(x), extras._replace(x_scales=filled(extras.x_scales), residual=filled(extras.residual))
+    return filled(x), extras._replace(residual=filled(extras.residual))
 
 
 def _stacked(shape: Shape, weights: Any) -> Any:
@@ -130,7 +130,8 @@ def _laid_out(shape: Shape, extras: Extras) -> dict[str, Any]:
         parts = given[name].reshape(shape.parts, shape.columns)
         given[name] = jnp.pad(parts, ((0, 0), (0, shape.padded_columns - shape.columns)))
     if "x_scales" in given:
-        given["x_scales"] = jnp.pad(given["x_scales"], (0, shape.padded_rows - shape.rows))
+        missing = max(0, shape.padded_rows - given["x_scales"].shape[0])
+        given["x_scales"] = jnp.pad(given["x_scales"], (0, missing))
     if "residual" in given:
         given["residual"] = given["residual"].reshape(shape.rows, shape.columns)
     return given
