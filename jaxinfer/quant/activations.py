@@ -24,7 +24,6 @@ from pallas_kernels.token_quant import Rule
 from pallas_kernels.token_quant.reference import FLOAT8_MAX
 from pallas_kernels.token_quant.xla import quotient
 
-
 # The GEMM kernel loads scales of whole tiles of rows: of at most so many in a decode step.
 _SCALES = 256
 
