@@ -177,7 +177,7 @@ def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
     """Return the matrix layout for a model that the engine loads itself; None: the layout of the family."""
     if jax.default_backend() != "cpu" or mesh.size > 1:
         return None
-    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows, model.dtype.itemsize)
+    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows)
 
 
 def _warn_of_long_texts(model: Model, length: int) -> None:

@@ -108,7 +108,7 @@ def make_pass_programs(
         pools: list[Pool],
         batch: DecodeBatch,
         arriving: Any,
-        drafted: Int[Array, "rows drafts"] | None = None,
+        drafted: Int[Array, "slots drafts"] | None = None,
     ) -> Any:
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
         x = jnp.where(fed >= 0, fed, arriving[: fed.shape[0]]) if stage.first else arriving
@@ -170,7 +170,7 @@ def make_decode(
         state: StepState,
         batch: DecodeBatch,
         arriving: Any = None,
-        drafted: Int[Array, "rows drafts"] | None = None,
+        drafted: Int[Array, "slots drafts"] | None = None,
         masks: Int32[Array, "rows words"] | None = None,
         asks: Int32[Array, "rows asks"] | None = None,
     ) -> tuple[StepState, Sampled]:
@@ -210,7 +210,7 @@ def _row_positions(batch: DecodeBatch) -> Positions:
     return AxisPositions(batch.positions, jnp.broadcast_to(turned, (3, *turned.shape)))
 
 
-def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "rows drafts"]) -> Int[Array, " rows"]:
+def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "slots drafts"]) -> Int[Array, " rows"]:
     """Replace draft placeholders in the rows' tokens by the tokens that a draft model drafted."""
     return jnp.where(batch.tokens < -1, drafted[batch.owners, -2 - batch.tokens], batch.tokens)
 

@@ -84,7 +84,7 @@ class Lowered:
 
 
 def job_of(name: str) -> compiled._Job:
-    return compiled._Job(print, (), None, name)
+    return compiled._Job(print, ({},), None, name)
 
 
 def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
@@ -96,7 +96,7 @@ def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(compiled, "_lowered", lowered)
-    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops: {"loops": str(loops)})
+    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops, copies: {"loops": str(loops)})
     several = job_of("e")._replace(loops=True)
     work = [(make_mesh(), {"decode": job_of("d"), "prefill": job_of("p")}), (make_mesh(), {"decode": several})]
     done = compiled._compile(work, lambda *progress: told.append(progress))
@@ -105,7 +105,7 @@ def test_a_program_is_compiled_while_others_are_traced(monkeypatch):
 
 
 def test_on_several_devices_no_program_with_collectives_has_its_loops_in_a_command_buffer(monkeypatch):
-    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops: {"loops": str(loops)})
+    monkeypatch.setattr(compiled, "compiler_options", lambda mesh, loops, copies: {"loops": str(loops)})
     meshes, looping = [mock.Mock(spec=Mesh, size=size) for size in (1, 8)], job_of("e")._replace(loops=True)
     for job, found in ((looping, ["True", "False"]), (looping._replace(collectives=False), ["True", "True"])):
         assert [job.options(mesh)["loops"] for mesh in meshes] == found

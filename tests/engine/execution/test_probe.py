@@ -157,7 +157,7 @@ ALIKE = {"max_num_seqs": 16, "max_model_len": 128, "page_size": 16, "prefill_siz
 def alike() -> Iterator[Engine]:
     """An engine whose products have 16 rows in both programs, and whose attention has blocks of one size."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
+        patched.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
         yield LLM(random_model(), **ALIKE).engine
 
 
@@ -253,7 +253,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_lora_rank=4,
     )
     prepared = prepare(random_model(), config, "cpu")
-    monkeypatch.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
+    monkeypatch.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
     executor = LocalExecutor(prepared, mesh_for(config))
     monkeypatch.setattr(executor, "digest", lambda: None)  # the results of an earlier start belong to other programs
     found = calibrate(executor, prepared, "cpu")
