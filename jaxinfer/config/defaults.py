@@ -51,7 +51,7 @@ CPU = Defaults(
     prefill_sizes=(32, 128, 256),
     max_prefill_rows=512,
     max_num_batched_tokens=2048,
-    decode_sizes=(1, 4),
+    decode_sizes=(2, 4),
 )
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for

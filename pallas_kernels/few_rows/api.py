@@ -2,7 +2,7 @@
 
 XLA passes products to a library that packs the whole weight at every call, a single row of 16 bits not even to that,
 and a row's bits depend on the number of rows. The kernel reads weights in place, at the memory's rate for up to eight
-rows (docs/benchmarks.md), and each row has the same bits alone and with others: decode programs of 1 to 8 rows may be
+rows (docs/benchmarks.md), and each row has the same bits alone and with others: decode programs of up to 8 rows may be
 substituted for each other.
 """
 

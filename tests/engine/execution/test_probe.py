@@ -22,6 +22,7 @@ from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling_params import SamplingParams
+from pallas_kernels import few_rows
 from pallas_kernels.paged_attention import xla
 from tests.engine.test_invariance import bits, prompts_of
 from tests.fakes import random_model
@@ -254,6 +255,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
     )
     prepared = prepare(random_model(), config, "cpu")
     monkeypatch.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
+    monkeypatch.setattr(few_rows, "refusal", lambda *_: "XLA multiplies rows of chunks")
     executor = LocalExecutor(prepared, mesh_for(config))
     monkeypatch.setattr(executor, "digest", lambda: None)  # the results of an earlier start belong to other programs
     found = calibrate(executor, prepared, "cpu")
