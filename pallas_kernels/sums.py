@@ -63,6 +63,7 @@ def over_last(x: Float32[Array, "*rows k"]) -> Float32[Array, "*rows 1"]:
     """
     if lowering_target().platform != "cpu" or jax.sharding.get_abstract_mesh().size > 1:
         return jnp.sum(x, -1, keepdims=True)
+    x = lax.optimization_barrier(x)  # or a multiplication before it would be contracted in some programs
     return lax.reduce(x, np.float32(0), lambda a, b: a - (-b), (x.ndim - 1,))[..., None]
 
 

@@ -48,6 +48,7 @@ _CONTEXTS = (64, 512, 1024, 2048)
 _SNAPSHOT = -1  # greatest of the snapshot numbers reserved for the probe, which has one for each row
 # Most decode steps of a comparison: a step is cheaper than a chunk, with fewer tokens. And the most rows to compare.
 _DECODE_STEPS, _SEEN_ROWS = 400, 16
+_DRAWS = 8  # attempts to find steps in which not all rows sample a stop token, which ends them
 _ADAPTERS = 2  # adapters used by the probe
 
 
@@ -346,13 +347,21 @@ class Probe:
         batch, whole = self._decode_probe(size), idle_batch(self._engine, self._groups)
         tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
-            batch, probes = self._decode_probe(size), list[list[np.ndarray]]()
-            for run, given in ((self._at_once, batch), (self._one_by_one, with_rows(batch, like=whole))):
-                self._restore(range(self._engine.rows))
-                probes.append([*_of_rows(run(given), size), *self._rows_bits(batch)])
-            if not _equal(*probes):
+            for _ in range(_DRAWS):
+                batch = self._decode_probe(size)
+                at_once = self._multi_step_bits(self._at_once, batch, batch, size)
+                if at_once[-1] == self._engine.multi_step:
+                    break
+            one_by_one = self._multi_step_bits(self._one_by_one, with_rows(batch, like=whole), batch, size)
+            if not _equal(at_once, one_by_one):
                 return False
         return True
+
+    def _multi_step_bits(self, run: Any, given: DecodeBatch, batch: DecodeBatch, size: int) -> list[np.ndarray]:
+        """Return the results of the rows of ``batch``, and last the number of steps."""
+        self._restore(range(self._engine.rows))
+        *found, ran, last = run(given)
+        return [*_of_rows([*found, last], size), *self._rows_bits(batch), ran]
 
     def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
         sampled, ran = self._executor.run(commands.DecodeMany(batch, self._engine.multi_step))

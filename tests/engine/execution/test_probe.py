@@ -230,7 +230,8 @@ def several(engine: Engine, change: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
-    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
+    sizes = {"decode_sizes": (), "prefill_sizes": (16,)}
+    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, multi_step=5, **sizes)
     engine = llm.engine
     assert engine.calibration.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
@@ -247,6 +248,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_model_len=128,
         page_size=16,
         prefill_sizes=(16, 32),
+        decode_sizes=(),
         max_prefill_rows=1,
         multi_step=3,
         structured_output_helpers=0,
