@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped, UInt8
 
 from jaxinfer.kv.pool import LayerPool
-from jaxinfer.parallel.arrays import device_bytes
+from jaxinfer.parallel.arrays import array_bytes
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy
 
@@ -162,7 +162,8 @@ class HostPages:
     def nbytes(self) -> int:
         """Bytes of all contents, as far as this process has them. From any thread."""
         pages = list(self._pages.values())
-        return sum(device_bytes(page) * len(page.sharding.addressable_devices) for page in pages)
+        shards = ((page.sharding.shard_shape(page.shape), page) for page in pages)
+        return sum(array_bytes(shape, page.dtype) * len(page.sharding.addressable_devices) for shape, page in shards)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop the contents of these pages before they are replaced, so that the new bytes may reuse their memory.
