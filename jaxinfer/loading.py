@@ -73,6 +73,7 @@ from jaxinfer.weights.native.manifest import is_converted
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.tree import Fill, Place
+from pallas_kernels import few_rows
 from pallas_kernels.matmul import Layout
 
 _log, _start_log = logging.getLogger("jaxinfer"), logging.getLogger("jaxinfer.start")
@@ -177,7 +178,9 @@ def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
     """Return the matrix layout for a model that the engine loads itself; None: the layout of the family."""
     if jax.default_backend() != "cpu" or mesh.size > 1:
         return None
-    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows, model.dtype.itemsize)
+    if (why := few_rows.unavailable()) is not None:
+        _start_log.warning("one sequence decodes half as fast as it could: %s", why)
+    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows)
 
 
 def _warn_of_long_texts(model: Model, length: int) -> None:

@@ -44,9 +44,15 @@ class Defaults(NamedTuple):
         return tuple(found) or (max(page_size, devices),)
 
 
-# A CPU pays for every row of its one decode program. Matrix products reach full throughput at 256 rows. In a step of
+# A CPU pays for every row of a decode program. Matrix products reach full throughput at 256 rows. In a step of
 # 2,048 tokens the decode rows slow a long prefill by a few percent only, and inter-token latency stays acceptable.
-CPU = Defaults(max_num_seqs=8, prefill_sizes=(32, 128, 256), max_prefill_rows=512, max_num_batched_tokens=2048)
+CPU = Defaults(
+    max_num_seqs=8,
+    prefill_sizes=(32, 128, 256),
+    max_prefill_rows=512,
+    max_num_batched_tokens=2048,
+    decode_sizes=(2, 4),
+)
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for
 # a step of 256 rows of an 8B model versus 6.1 ms for one row). So there are decode programs of several sizes. A chunk

@@ -80,7 +80,7 @@ class SchedulerConfig:
         max_num_seqs: most sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).
         decode_sizes: rows of the decode programs, ascending; a step uses the smallest that fits its slots. The size for
             ``max_num_seqs`` always exists. In exact mode a size is used only if the probe at startup found it bitwise
-            identical (default: only that size on a CPU, also 2, 8, 16, 32, 64 and 128 on a GPU).
+            identical (default: also 2 and 4 on a CPU, 2, 8, 16, 32, 64 and 128 on a GPU).
         max_num_batched_tokens: prompt and decode tokens per step (default: 2048 on a CPU, 4096 on such a GPU, or a full
             chunk and all rows if more).
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each multiple

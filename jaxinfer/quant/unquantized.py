@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.parallel.mesh import spread_over
 from jaxinfer.quant.sharded import is_spread
 from jaxinfer.types import ParamSpec
+from pallas_kernels import few_rows
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
 from pallas_kernels.matmul import Extras, Layout
@@ -174,17 +175,16 @@ def _moved(array: Any, axis: int) -> Any:
     return moved
 
 
-def layout_for_cpu(rows: int, itemsize: int, cpuinfo: pathlib.Path = _CPUINFO) -> Layout | None:
-    """Return the best layout on a CPU for matrices of ``itemsize`` bytes per number in decode steps of ``rows`` rows;
-    None: the layout of the family. Measurements are in docs/benchmarks.md.
+def layout_for_cpu(rows: int, cpuinfo: pathlib.Path = _CPUINFO) -> Layout | None:
+    """Return the best layout of matrices on a CPU for decode steps of up to ``rows`` rows; None: the layout of the
+    family. Measurements are in docs/benchmarks.md.
 
-    One row of 16-bit numbers: [in, out], which `pallas_kernels.one_row` reads fastest. With matrix registers (Intel
-    AMX) [out, in]: matrix products of a 125M model's decode step take a sixth less time in bfloat16, up to an eighth in
-    float32; without AMX (an AMD EPYC) steps of 8 and more rows are slower in this layout.
+    [out, in] for `pallas_kernels.few_rows`, and with matrix registers (Intel AMX): XLA's products of a 125M model's
+    decode step take a sixth less time then in bfloat16, up to an eighth in float32. Without AMX (an AMD EPYC) they are
+    slower in this layout.
     """
-    if rows == 1 and itemsize == 2:
-        return "in first"
-    return "in last" if _has_amx(cpuinfo) else None
+    by_kernel = rows <= few_rows.MOST_ROWS and few_rows.unavailable() is None
+    return "in last" if by_kernel or _has_amx(cpuinfo) else None
 
 
 @functools.cache

@@ -45,6 +45,7 @@ from jaxinfer.spec import leading_paths, make_drafter
 from jaxinfer.types import VISION, walk_specs
 from jaxinfer.weights.errors import WeightsError
 from jaxinfer.weights.fit import fitted, is_spec
+from pallas_kernels import few_rows
 
 _log = logging.getLogger("jaxinfer.start")
 
@@ -285,9 +286,11 @@ def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh 
 
 def _one_row_is_fast(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
     """Whether one row runs fast. XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than
-    those of two, except for unsharded arrays, see `pallas_kernels.one_row`."""
+    those of two, see `pallas_kernels.few_rows`."""
     if model.dtype.itemsize > 2:
         return not rounds_activations(model.params)
+    if few_rows.unavailable() is not None:
+        return False
     weights = jax.tree.leaves(model.params, is_leaf=is_stored)
     plain = all(isinstance(weight, Unquantized) or not is_stored(weight) for weight in weights)
     return plain and not config.enable_lora and (mesh is None or mesh.size == 1)

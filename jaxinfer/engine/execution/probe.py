@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -45,8 +46,8 @@ _FIRST = 3
 # blocks and splits.
 _CONTEXTS = (64, 512, 1024, 2048)
 _SNAPSHOT = -1  # greatest of the snapshot numbers reserved for the probe, which has one for each row
-# Limits for decode steps: a step is cheaper than a chunk, with fewer tokens. Up to this many rows are compared.
-_DECODE_ROUNDS, _SEEN_ROWS = 400, 16
+# Most decode steps of a comparison: a step is cheaper than a chunk, with fewer tokens. And the most rows to compare.
+_DECODE_STEPS, _SEEN_ROWS = 400, 16
 _DRAWS = 8  # attempts to find steps in which not all rows sample a stop token, which ends them
 _ADAPTERS = 2  # adapters used by the probe
 
@@ -278,9 +279,16 @@ class Probe:
         return [*found, largest]
 
     def _fewer_rows_agree(self, size: int) -> bool:
-        rows = np.unique(np.linspace(0, size - 1, min(size, self._most_seen())).round().astype(np.int32))
+        """Compare a step of some rows in the largest program with that of the same rows in the program of ``size``, or
+        with several steps there if it has fewer."""
+        seen = min(self._most_seen(), self._most_rows)
+        if size < seen:
+            rows = np.arange(seen // size * size, dtype=np.int32)
+        else:
+            rows = np.unique(np.linspace(0, size - 1, seen).round().astype(np.int32))
         rounds = self._rounds(len(rows))
-        return rounds <= _DECODE_ROUNDS and all(self._steps_agree(rows, size, number) for number in range(rounds))
+        few = rounds * (1 + math.ceil(len(rows) / size)) <= _DECODE_STEPS
+        return few and all(self._steps_agree(rows, size, number) for number in range(rounds))
 
     def _most_seen(self) -> int:
         """Return the maximum rows to compare: each has its own page, and state, besides those that it reads."""
@@ -288,17 +296,19 @@ class Probe:
         return max(1, min(_SEEN_ROWS, places // 2))
 
     def _steps_agree(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> bool:
-        """Run one step in both programs; between them another step overwrites the results."""
-        batch, own = self._step_probe(rows, size, number)
+        """Compare keys and values, and the results of the slots that both programs have; in the first rounds another
+        step overwrites keys and values between them."""
         whole, slots = idle_batch(self._engine, self._groups), [int(row) for row in rows]
+        batch, own = self._step_probe(rows, max(size, len(rows)), number)
+        batch, both = with_rows(batch, like=whole), rows[rows < size]
         self._save(slots)
         bits = []
-        for step in (with_rows(batch, like=whole), batch):
-            sampled = self._executor.run(commands.Decode(0, step))
+        for steps in ([batch], [_some_rows(batch, first, size) for first in range(0, max(1, len(rows)), size)]):
+            sampled, *_ = [self._executor.run(commands.Decode(0, step)) for step in steps]
             written = self._page_bytes(own)
-            bits.append([written, *(np.asarray(leaf)[rows] for leaf in jax.tree.leaves(sampled))])
-            others = with_rows(batch, like=whole)._replace(tokens=(whole.tokens + 2).clip(0))
-            self._executor.run(commands.Decode(0, others))
+            bits.append([written, *(np.asarray(leaf)[both] for leaf in jax.tree.leaves(sampled))])
+            if number < len(_CONTEXTS):
+                self._executor.run(commands.Decode(0, batch._replace(tokens=(whole.tokens + 2).clip(0))))
             self._executor.wait()  # ranks would restore before they decode
             self._restore(slots)
         self._drop(slots)
@@ -482,6 +492,13 @@ def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
 def _of_rows(steps: list[np.ndarray], rows: int) -> list[np.ndarray]:
     """Return the first rows of step results ``[steps, rows, ...]``; scalars are unchanged."""
     return [array if array.ndim == 0 else array[:, :rows] for array in steps]
+
+
+def _some_rows(batch: DecodeBatch, first: int, count: int) -> DecodeBatch:
+    """Return ``count`` rows of a step from row ``first``."""
+    some = slice(first, first + count)
+    parts = {name: None if part is None else part[some] for name, part in batch._asdict().items() if name != "tables"}
+    return DecodeBatch(tables=batch.tables[:, some], **parts)
 
 
 def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:

@@ -22,6 +22,7 @@ from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling_params import SamplingParams
+from pallas_kernels import few_rows
 from pallas_kernels.paged_attention import xla
 from tests.engine.test_invariance import bits, prompts_of
 from tests.fakes import random_model
@@ -157,7 +158,7 @@ ALIKE = {"max_num_seqs": 16, "max_model_len": 128, "page_size": 16, "prefill_siz
 def alike() -> Iterator[Engine]:
     """An engine whose products have 16 rows in both programs, and whose attention has blocks of one size."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
+        patched.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
         yield LLM(random_model(), **ALIKE).engine
 
 
@@ -229,7 +230,8 @@ def several(engine: Engine, change: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
-    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
+    sizes = {"decode_sizes": (), "prefill_sizes": (16,)}
+    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, multi_step=5, **sizes)
     engine = llm.engine
     assert engine.calibration.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
@@ -246,6 +248,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_model_len=128,
         page_size=16,
         prefill_sizes=(16, 32),
+        decode_sizes=(),
         max_prefill_rows=1,
         multi_step=3,
         structured_output_helpers=0,
@@ -253,7 +256,8 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_lora_rank=4,
     )
     prepared = prepare(random_model(), config, "cpu")
-    monkeypatch.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
+    monkeypatch.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
+    monkeypatch.setattr(few_rows, "refusal", lambda *_: "XLA multiplies rows of chunks")
     executor = LocalExecutor(prepared, mesh_for(config))
     monkeypatch.setattr(executor, "digest", lambda: None)  # the results of an earlier start belong to other programs
     found = calibrate(executor, prepared, "cpu")
