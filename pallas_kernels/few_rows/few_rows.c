@@ -15,11 +15,35 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 16, TILE = 4, ROWS = 8, CHUNK = 32 };  // outputs of a tile, most rows of one, outputs of a chunk
+// Lanes fill one register; the sums of a tile, its weights and a vector of inputs fill all. ROWS and TILE are the most
+// rows and outputs of a tile, CHUNK the outputs that a thread takes at a time. Compilers choose for each loop whether they
+// contract a product and a sum, by its number of rows, on which no bit may depend: the macros do not leave it to them.
+#if defined(__AVX512F__)
+#include <immintrin.h>
+enum { LANES = 16, ROWS = 4, TILE = 6, CHUNK = 48 };
+#define MULTIPLY_ADD(one, other, sum) (Lanes) _mm512_fmadd_ps((__m512)(one), (__m512)(other), (__m512)(sum))
+#define WIDEN(at) (Words) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void*)(at)))
+#define IN_REGISTER(lanes) __asm__("" : "+v"(lanes))
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+enum { LANES = 8, ROWS = 4, TILE = 3, CHUNK = 48 };
+#define MULTIPLY_ADD(one, other, sum) (Lanes) _mm256_fmadd_ps((__m256)(one), (__m256)(other), (__m256)(sum))
+#define WIDEN(at) (Words) _mm256_cvtepu16_epi32(_mm_loadu_si128((const void*)(at)))
+#define IN_REGISTER(lanes) __asm__("" : "+x"(lanes))
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+enum { LANES = 4, ROWS = 4, TILE = 6, CHUNK = 48 };
+#define MULTIPLY_ADD(one, other, sum) (Lanes) vfmaq_f32((float32x4_t)(sum), (float32x4_t)(one), (float32x4_t)(other))
+#define WIDEN(at) (Words) vmovl_u16(vld1_u16((const void*)(at)))
+#define IN_REGISTER(lanes) __asm__("" : "+w"(lanes))
+#else
+enum { LANES = 4, ROWS = 4, TILE = 3, CHUNK = 48 };
+#define MULTIPLY_ADD(one, other, sum) ((sum) + (one) * (other))
+#define WIDEN(at) __builtin_convertvector(*(const Shorts*)(at), Words)
+#define IN_REGISTER(lanes)
+#endif
 
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float Half __attribute__((vector_size(2 * LANES)));
-typedef float Quarter __attribute__((vector_size(LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2)));
 #ifdef __FLT16_MAX__
@@ -42,7 +66,7 @@ typedef struct {
 INLINE int64_t bytes_of(XLA_FFI_DataType dtype) { return dtype == XLA_FFI_DataType_F32 ? 4 : 2; }
 
 INLINE Lanes load(const char* at, XLA_FFI_DataType dtype) {
-  if (dtype == XLA_FFI_DataType_BF16) return (Lanes)(__builtin_convertvector(*(const Shorts*)at, Words) << 16);
+  if (dtype == XLA_FFI_DataType_BF16) return (Lanes)(WIDEN(at) << 16);
 #ifdef __FLT16_MAX__
   if (dtype == XLA_FFI_DataType_F16) return __builtin_convertvector(*(const Floats16*)at, Lanes);
 #endif
@@ -66,10 +90,11 @@ INLINE void store(char* at, float sum, XLA_FFI_DataType dtype) {
 }
 
 INLINE float added(Lanes sums) {
-  union { Lanes whole; Half parts[2]; } halves = {sums};
-  union { Half whole; Quarter parts[2]; } quarters = {halves.parts[0] + halves.parts[1]};
-  Quarter four = quarters.parts[0] + quarters.parts[1];
-  return (four[0] + four[2]) + (four[1] + four[3]);
+  float parts[LANES];
+  memcpy(parts, &sums, sizeof parts);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int at = 0; at < half; at++) parts[at] += parts[at + half];
+  return parts[0];
 }
 
 // rows, outputs and dtype are constants where this is inlined: the sums are in registers.
@@ -83,11 +108,12 @@ INLINE void tile(const Product* of, int64_t row, int64_t output, int rows, int o
     for (int at = 0; at < outputs; at++) {
       const char* address = weights + at * line + input * bytes;
       own[at] = load(address, dtype);
-      __builtin_prefetch(address + TILE * line);  // the next tile
+      if (row == 0) __builtin_prefetch(address + outputs * line);  // the next tile
     }
     for (int r = 0; r < rows; r++) {
       Lanes numbers = *(const Lanes*)(x + r * of->inputs + input);
-      for (int at = 0; at < outputs; at++) sums[r][at] += own[at] * numbers;
+      IN_REGISTER(numbers);
+      for (int at = 0; at < outputs; at++) sums[r][at] = MULTIPLY_ADD(own[at], numbers, sums[r][at]);
     }
   }
   const int64_t size = bytes_of(of->result);
@@ -98,22 +124,21 @@ INLINE void tile(const Product* of, int64_t row, int64_t output, int rows, int o
 
 INLINE void rows_of(const Product* of, int64_t output, int outputs, XLA_FFI_DataType dtype) {
   int64_t row = 0;
-  for (; of->rows - row >= 8; row += 8) tile(of, row, output, 8, outputs, dtype);
-  if (of->rows - row >= 4) tile(of, row, output, 4, outputs, dtype), row += 4;
+  for (; of->rows - row >= 4; row += 4) tile(of, row, output, 4, outputs, dtype);
   if (of->rows - row >= 2) tile(of, row, output, 2, outputs, dtype), row += 2;
   if (of->rows - row >= 1) tile(of, row, output, 1, outputs, dtype);
 }
 
-INLINE void outputs_of(const Product* of, int64_t output, int64_t end, XLA_FFI_DataType dtype) {
-  for (; end - output >= TILE; output += TILE) rows_of(of, output, TILE, dtype);
-  for (; output < end; output++) rows_of(of, output, 1, dtype);
+INLINE void outputs_of(const Product* of, int64_t output, int64_t last, XLA_FFI_DataType dtype) {
+  for (; last - output >= TILE; output += TILE) rows_of(of, output, TILE, dtype);
+  for (; output < last; output++) rows_of(of, output, 1, dtype);
 }
 
 static void chunk(const Product* of, int64_t index) {
-  const int64_t first = index * CHUNK, end = first + CHUNK < of->outputs ? first + CHUNK : of->outputs;
-  if (of->dtype == XLA_FFI_DataType_BF16) outputs_of(of, first, end, XLA_FFI_DataType_BF16);
-  else if (of->dtype == XLA_FFI_DataType_F16) outputs_of(of, first, end, XLA_FFI_DataType_F16);
-  else outputs_of(of, first, end, XLA_FFI_DataType_F32);
+  const int64_t first = index * CHUNK, last = first + CHUNK < of->outputs ? first + CHUNK : of->outputs;
+  if (of->dtype == XLA_FFI_DataType_BF16) outputs_of(of, first, last, XLA_FFI_DataType_BF16);
+  else if (of->dtype == XLA_FFI_DataType_F16) outputs_of(of, first, last, XLA_FFI_DataType_F16);
+  else outputs_of(of, first, last, XLA_FFI_DataType_F32);
 }
 
 static void chunks(Product* of) {

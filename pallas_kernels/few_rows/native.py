@@ -22,7 +22,7 @@ _SOURCE = pathlib.Path(__file__).with_name("few_rows.c")
 # Name of the handler in compiled programs, with a digest: no cached program, or proof, is of another version.
 TARGET = f"jaxinfer_few_rows_{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:8]}"
 _COMPILERS = ("cc", "gcc", "clang")
-_OPTIONS = ("-std=gnu11", "-O3", "-ffp-contract=fast", "-shared", "-fPIC")
+_OPTIONS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
 _SECONDS = 60
 _CPUINFO = pathlib.Path("/proc/cpuinfo")
 _OF_CPU = ("model name", "flags", "Features", "CPU implementer", "CPU part")  # lines of _CPUINFO that name a processor
