@@ -180,7 +180,7 @@ def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
         return None
     if (why := few_rows.unavailable()) is not None:
         _start_log.warning("one sequence decodes half as fast as it could: %s", why)
-    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows)
+    return layout_for_cpu()
 
 
 def _warn_of_long_texts(model: Model, length: int) -> None:

@@ -48,10 +48,10 @@ class Defaults(NamedTuple):
 # 2,048 tokens the decode rows slow a long prefill by a few percent only, and inter-token latency stays acceptable.
 CPU = Defaults(
     max_num_seqs=8,
-    prefill_sizes=(32, 128, 256),
+    prefill_sizes=(16, 32, 64, 128, 256),
     max_prefill_rows=512,
     max_num_batched_tokens=2048,
-    decode_sizes=(2, 4),
+    decode_sizes=(2, 4, 8, 16, 32),
 )
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import ItemsView, Mapping
 from typing import Any
 
@@ -22,8 +21,6 @@ from pallas_kernels import few_rows
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
 from pallas_kernels.matmul import Extras, Layout
-
-_CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
@@ -175,22 +172,12 @@ def _moved(array: Any, axis: int) -> Any:
     return moved
 
 
-def layout_for_cpu(rows: int, cpuinfo: pathlib.Path = _CPUINFO) -> Layout | None:
-    """Return the best layout of matrices on a CPU for decode steps of up to ``rows`` rows; None: the layout of the
-    family. Measurements are in docs/benchmarks.md.
+def layout_for_cpu() -> Layout | None:
+    """Return the best layout of matrices on a CPU; None: the layout of the family. Measurements are in
+    docs/benchmarks.md.
 
     [out, in] for `pallas_kernels.few_rows`, and with matrix registers (Intel AMX): XLA's products of a 125M model's
-    decode step take a sixth less time then in bfloat16, up to an eighth in float32. Without AMX (an AMD EPYC) they are
-    slower in this layout.
+    decode step take a sixth less time then in bfloat16, up to an eighth in float32. Without AMX (an AMD EPYC) and
+    without the kernel, decode steps are slower in this layout.
     """
-    by_kernel = rows <= few_rows.MOST_ROWS and few_rows.unavailable() is None
-    return "in last" if by_kernel or _has_amx(cpuinfo) else None
-
-
-@functools.cache
-def _has_amx(cpuinfo: pathlib.Path) -> bool:
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
-        return False
-    return any("amx_bf16" in line.split() for line in lines if line.startswith("flags"))
+    return "in last" if few_rows.unavailable() is None or few_rows.has_amx() else None

@@ -1,8 +1,8 @@
 """API of few_rows: a C kernel on CPUs that have a compiler; `refusal` says where products stay XLA's.
 
 XLA passes products to a library that packs the whole weight at every call, a single row of 16 bits not even to that,
-and a row's bits depend on the number of rows. The kernel reads weights in place, at the memory's rate for up to eight
-rows (docs/benchmarks.md), and each row has the same bits alone and with others: decode programs of up to 8 rows may be
+and a row's bits depend on the number of rows. The kernel reads weights in place, at the memory's rate for up to four
+rows (docs/benchmarks.md), and each row has the same bits alone and with others: programs of up to 64 rows may be
 substituted for each other.
 """
 
@@ -20,8 +20,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.choice import lowering_target
 from pallas_kernels.few_rows import native
 
-MOST_ROWS = 8
-_LANES = 16  # LANES of few_rows.c
+MOST_ROWS = 64
+_MOST_ROWS_WITH_AMX = 8  # of bfloat16: XLA's library computes more by matrix registers
+_MULTIPLE = 16  # of inputs: the most LANES of few_rows.c
 
 
 def refusal(x: Any, weights: Any, along: int) -> str | None:
@@ -33,13 +34,18 @@ def refusal(x: Any, weights: Any, along: int) -> str | None:
         return f"{weights.dtype} weights times {x.dtype}: both must be float32, bfloat16 or float16"
     if along != weights.ndim - 1 or along == 0:
         return "the weight's inputs must be its last dimension"
-    if inputs % _LANES or not x.size or not weights.size:
-        return f"{inputs} inputs: a multiple of {_LANES}"
-    if rows > MOST_ROWS:
-        return f"{rows} rows: at most {MOST_ROWS}"
+    if inputs % _MULTIPLE or not x.size or not weights.size:
+        return f"{inputs} inputs: a multiple of {_MULTIPLE}"
+    if rows > (most := most_rows(x.dtype)):
+        return f"{rows} rows: at most {most}"
     if x.dtype == jnp.float16 and not native.supports_float16():
         return "float16 needs a compiler that has it"
     return native.unavailable()
+
+
+def most_rows(dtype: Any) -> int:
+    """Return the most rows of a product that the kernel computes at least as fast as XLA's library."""
+    return _MOST_ROWS_WITH_AMX if jnp.dtype(dtype) == jnp.bfloat16 and native.has_amx() else MOST_ROWS
 
 
 def dot(x: Float[Array, "*rows k"], weights: Float[Array, "*n k"], dtype: Any = None) -> Float[Array, "..."]:

@@ -108,6 +108,7 @@ INLINE void tile(const Product* of, int64_t row, int64_t output, int rows, int o
     for (int at = 0; at < outputs; at++) {
       const char* address = weights + at * line + input * bytes;
       own[at] = load(address, dtype);
+      IN_REGISTER(own[at]);
       if (row == 0) __builtin_prefetch(address + outputs * line);  // the next tile
     }
     for (int r = 0; r < rows; r++) {

@@ -40,6 +40,16 @@ def supports_float16() -> bool:
 
 
 @functools.cache
+def has_amx(cpuinfo: pathlib.Path = _CPUINFO) -> bool:
+    """Whether the processor multiplies bfloat16 matrices in registers (Intel AMX)."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return False
+    return any("amx_bf16" in line.split() for line in lines if line.startswith("flags"))
+
+
+@functools.cache
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:

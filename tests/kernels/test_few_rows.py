@@ -49,10 +49,10 @@ def test_products_are_rounded_once(dtype, inputs, outputs):
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_no_bit_of_a_row_depends_on_others(dtype, inputs, outputs):
     """Each number of rows, and each row alone; the others are NaN in one program."""
-    x, weights = operands(dtype, inputs, outputs)
+    x, weights = operands(dtype, inputs, outputs, api.MOST_ROWS)
     dot = jax.jit(few_rows.dot)
     whole = dot(x, weights)
-    for rows in range(1, 8):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 16, 31, 32):
         assert bits(dot(x[:rows], weights)) == bits(whole[:rows])
     for row in range(8):
         assert bits(dot(x[row : row + 1], weights)) == bits(whole[row : row + 1])
@@ -114,7 +114,7 @@ def test_no_program_writes_a_weight_down():
 
 
 REFUSED = {
-    "nine rows": ((9, 64), (8, 64), jnp.bfloat16, 1),
+    "many rows": ((65, 64), (8, 64), jnp.bfloat16, 1),
     "inputs": ((1, 72), (8, 72), jnp.bfloat16, 1),
     "inputs first": ((1, 64), (64, 8), jnp.bfloat16, 0),
     "int8": ((1, 64), (8, 64), jnp.int8, 1),
@@ -133,12 +133,27 @@ def test_which_products_it_computes(monkeypatch):
     assert few_rows.refusal(x, by, 2) is not None
 
 
-def test_a_product_of_few_rows_is_the_kernels():
-    x, weights = operands("bfloat16", 256, (40,))
-    for rows, wanted in ((8, True), (9, False)):
-        more = jnp.concatenate([x, x])[:rows]
-        text = jax.jit(functools.partial(sums.dot, along=1)).lower(more, weights).as_text()
-        assert (native.TARGET in text) == wanted
+@pytest.mark.parametrize(
+    ("dtype", "amx", "most"), [("float32", True, 64), ("bfloat16", False, 64), ("bfloat16", True, 8)]
+)
+def test_a_product_of_few_rows_is_the_kernels(monkeypatch, dtype, amx, most):
+    monkeypatch.setattr(native, "has_amx", lambda: amx)
+    assert few_rows.most_rows(dtype) == most
+    x, weights = operands(dtype, 256, (40,), most + 1)
+    for rows in (most, most + 1):
+        text = jax.jit(functools.partial(sums.dot, along=1)).lower(x[:rows], weights).as_text()
+        assert (native.TARGET in text) == (rows == most)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [("fpu avx512_bf16 amx_bf16 amx_tile", True), ("fpu avx512_bf16", False), ("amx_bf16x", False), (None, False)],
+)
+def test_matrix_registers_of_a_processor(tmp_path, flags, wanted):
+    file = tmp_path / "cpuinfo"
+    if flags is not None:
+        file.write_text(f"processor\t: 0\nbugs\t\t: amx_bf16\nflags\t\t: {flags}\n")
+    assert few_rows.has_amx(file) == wanted
 
 
 @pytest.fixture

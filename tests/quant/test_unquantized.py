@@ -1,6 +1,5 @@
 """Dense weights that declare their layout and matmul backend."""
 
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -210,28 +209,14 @@ def test_a_single_sequence_has_one_row_where_that_is_fast(dtype, weights, settin
     assert resolve_for(model, config, "cpu", mesh).rows == rows
 
 
-AMX = "fpu avx512_bf16 amx_bf16 amx_tile"
-
 
 @pytest.mark.parametrize(
-    ("flags", "rows", "compiler", "wanted"),
-    [
-        (AMX, 9, True, "in last"),
-        (AMX, 1, False, "in last"),
-        ("fpu avx512_bf16", 8, True, "in last"),
-        ("fpu avx512_bf16", 8, False, None),
-        ("fpu avx512_bf16", 9, True, None),
-        ("amx_bf16x", 2, False, None),
-    ],
+    ("amx", "compiler", "wanted"),
+    [(True, True, "in last"), (True, False, "in last"), (False, True, "in last"), (False, False, None)],
 )
 def test_weights_lie_as_the_processor_likes_them(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, flags: str, rows: int, compiler: bool, wanted: str | None
+    monkeypatch: pytest.MonkeyPatch, amx: bool, compiler: bool, wanted: str | None
 ) -> None:
     monkeypatch.setattr(few_rows, "unavailable", lambda: None if compiler else "no compiler")
-    file = tmp_path / "cpuinfo"
-    file.write_text(f"processor\t: 0\nbugs\t\t: amx_bf16\nflags\t\t: {flags}\n")
-    assert layout_for_cpu(rows, file) == wanted
-
-
-def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None:
-    assert layout_for_cpu(9, tmp_path / "absent") is None
+    monkeypatch.setattr(few_rows, "has_amx", lambda: amx)
+    assert layout_for_cpu() == wanted
