@@ -15,6 +15,7 @@ class Defaults(NamedTuple):
         max_num_batched_tokens: default, raised to the largest chunk plus all rows if that is more.
         min_rows: smallest efficient number of rows of a decode program.
         decode_sizes: rows of decode programs smaller than the one for all sequences.
+        most_mixed: largest of ``prefill_sizes`` with a program that also has decode rows; 0: none has one.
         memory: bytes of a device; 0: unknown.
     """
 
@@ -25,6 +26,7 @@ class Defaults(NamedTuple):
     min_rows: int = 1
     memory: int = 0
     decode_sizes: tuple[int, ...] = ()
+    most_mixed: int = 0
 
     def sequences(self, state_bytes: int) -> int:
         """Return ``max_num_seqs`` for a model whose sequences each take ``state_bytes`` regardless of their length: a
@@ -52,6 +54,7 @@ CPU = Defaults(
     max_prefill_rows=512,
     max_num_batched_tokens=2048,
     decode_sizes=(2, 4, 8, 16, 32),
+    most_mixed=64,
 )
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for

@@ -280,15 +280,16 @@ def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh 
         own = [] if mesh is None else own_devices(mesh)
         return of_platform(platform, min(map(device_memory, own), default=0))
     found = of_platform(platform)
-    rows = 1 if _one_row_is_fast(model, config, mesh) else 2
-    return found._replace(min_rows=rows, max_prefill_rows=_prefill_rows(model, found.max_prefill_rows))
+    by_kernel = _few_rows_by_kernel(model, config, mesh)
+    # XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than those of two.
+    one = not rounds_activations(model.params) if model.dtype.itemsize > 2 else by_kernel
+    mixed = found.most_mixed if by_kernel and few_rows.most_rows(model.dtype) > found.most_mixed else 0
+    most = _prefill_rows(model, found.max_prefill_rows)
+    return found._replace(min_rows=1 if one else 2, max_prefill_rows=most, most_mixed=mixed)
 
 
-def _one_row_is_fast(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
-    """Whether one row runs fast. XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than
-    those of two, see `pallas_kernels.few_rows`."""
-    if model.dtype.itemsize > 2:
-        return not rounds_activations(model.params)
+def _few_rows_by_kernel(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
+    """Whether `pallas_kernels.few_rows` computes all products of few rows on a CPU."""
     if few_rows.unavailable() is not None:
         return False
     weights = jax.tree.leaves(model.params, is_leaf=is_stored)

@@ -329,6 +329,61 @@ class Probe:
         positions[rows], tokens[rows] = before * page + offsets, self._tokens(count)
         return batch._replace(tokens=tokens, positions=positions, generated=np.zeros_like(tokens), tables=tables), own
 
+    # ---- a chunk and decode rows in one program
+
+    def mixed_sizes(self, limits: SamplingLimits) -> list[int]:
+        """Return the sizes of chunks whose programs with decode rows are equivalent to two programs: tokens and log
+        probabilities agree, and bitwise keys and values of the chunk and of the rows."""
+        if not self._engine.mixed_prefill_sizes:
+            return []
+        rows = self._engine.decode_sizes[-1]
+        self._executor.run(commands.SetSlots(0, _every_feature(rows, limits)._asdict()))
+        found = [size for size in self._engine.mixed_prefill_sizes if self._mixed_agrees(size)]
+        self._executor.run(commands.SetSlots(0, HostSlots(rows, limits).snapshot()._asdict()))
+        return found
+
+    def _mixed_agrees(self, size: int) -> bool:
+        starts = self._starts(size)
+        rounds = self._rounds(sum(min(size, self._room - 1 - start) for start in starts))
+        return rounds <= _ROUNDS and all(
+            self._mixed_bits_agree(start, size) for _ in range(rounds) for start in starts
+        )
+
+    def _mixed_bits_agree(self, start: int, size: int) -> bool:
+        """Compare a chunk, the row of the next token, and a row of another sequence where there is a page for it."""
+        tokens = self._tokens(min(size, self._room - 1 - start))
+        chunk, rows = self._chunk(tokens, start, size, start == 0), self._rows_after(start + len(tokens))
+        slots, pages = range(len(rows.positions)), np.unique(rows.tables[0])
+        idle = idle_batch(self._engine, self._groups)
+        self._save(slots)
+        bits = []
+        for together in (False, True):
+            # Other keys and values than those to compare.
+            self._executor.run(commands.Prefill(chunk._replace(tokens=(chunk.tokens + 1) % self._vocab)))
+            others = rows._replace(tokens=(rows.tokens + 1) % self._vocab)
+            self._executor.run(commands.Decode(0, with_rows(others, like=idle)))
+            self._executor.wait()  # ranks would restore before they decode
+            self._restore(slots)
+            if not together:
+                self._executor.run(commands.Prefill(chunk))
+            step = commands.Decode(0, rows, chunk=chunk) if together else commands.Decode(0, with_rows(rows, like=idle))
+            sampled = self._executor.run(step)
+            bits.append([self._page_bytes(pages), *(np.asarray(x)[: len(slots)] for x in jax.tree.leaves(sampled))])
+            self._restore(slots)
+        self._drop(slots)
+        return _equal(*bits)
+
+    def _rows_after(self, position: int) -> DecodeBatch:
+        """Make decode rows of the smallest program: the row of `_chunk`'s sequence at ``position``, and one of another
+        sequence."""
+        engine, count = self._engine, self._engine.decode_sizes[0]
+        batch = idle_batch(engine, self._groups, count)
+        tables, positions, tokens = batch.tables.copy(), batch.positions.copy(), self._tokens(count)
+        tables[:, 0], positions[0] = np.arange(engine.table_width), position
+        if count > 1 and engine.num_pages > engine.table_width:
+            tables[:, 1, 0], positions[1] = engine.table_width, engine.page_size - 1
+        return batch._replace(tokens=tokens, positions=positions, generated=np.zeros_like(tokens), tables=tables)
+
     # ---- several decode steps at once
 
     def multi_step(self, limits: SamplingLimits, sizes: Sequence[int]) -> bool:
