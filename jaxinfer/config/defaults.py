@@ -15,7 +15,9 @@ class Defaults(NamedTuple):
         max_num_batched_tokens: default, raised to the largest chunk plus all rows if that is more.
         min_rows: smallest efficient number of rows of a decode program.
         decode_sizes: rows of decode programs smaller than the one for all sequences.
-        most_mixed: largest of ``prefill_sizes`` with a program that also has decode rows; 0: none has one.
+        most_mixed: largest of ``prefill_sizes`` with a program that also has decode rows.
+        alike_rows: rows up to which the bits of a row do not depend on the number of rows; 0: unknown. Chunks of fewer
+            tokens share no program of more rows, which would not be used; beyond it no chunk is mixed with decode rows.
         memory: bytes of a device; 0: unknown.
     """
 
@@ -27,6 +29,7 @@ class Defaults(NamedTuple):
     memory: int = 0
     decode_sizes: tuple[int, ...] = ()
     most_mixed: int = 0
+    alike_rows: int = 0
 
     def sequences(self, state_bytes: int) -> int:
         """Return ``max_num_seqs`` for a model whose sequences each take ``state_bytes`` regardless of their length: a
@@ -50,11 +53,11 @@ class Defaults(NamedTuple):
 # 2,048 tokens the decode rows slow a long prefill by a few percent only, and inter-token latency stays acceptable.
 CPU = Defaults(
     max_num_seqs=8,
-    prefill_sizes=(16, 32, 64, 128, 256),
+    prefill_sizes=(8, 16, 32, 64, 128, 256),
     max_prefill_rows=512,
     max_num_batched_tokens=2048,
     decode_sizes=(2, 4, 8, 16, 32),
-    most_mixed=64,
+    most_mixed=16,
 )
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for

@@ -88,7 +88,7 @@ class SchedulerConfig:
             such a GPU).
         mixed_prefill_sizes: sizes of ``prefill_sizes`` with a program that computes a chunk and the smallest of
             ``decode_sizes`` in one pass over the weights, used in exact mode if the probe at startup found it bitwise
-            identical (default: those up to 64 on a CPU if ``prefill_sizes`` is not given, otherwise none).
+            identical (default: those up to 16 on a CPU if ``prefill_sizes`` is not given, otherwise none).
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together if the probe
             found that bitwise identical (default: by platform; 1: one chunk per program).
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
@@ -257,7 +257,7 @@ def resolve(
     rows = microbatches * max(math.ceil(chosen.max_num_seqs / microbatches), least_rows)
     caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
     pages, states = _num_pages(chosen, caches, width, itemsize), _num_states(chosen, cache)
-    batches = _prefill_batch_sizes(chosen, width, pages)
+    batches = _prefill_batch_sizes(chosen, width, pages, defaults.alike_rows)
     share = rows // microbatches
     found = {
         "decode_sizes": (*(size for size in chosen.decode_sizes if defaults.min_rows <= size < share), share),
@@ -460,11 +460,12 @@ def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
         _require_power_of_two("prefill_sizes", size)
 
 
-def _prefill_batch_sizes(config: _Chosen, width: int, pages: int) -> tuple[int, ...]:
+def _prefill_batch_sizes(config: _Chosen, width: int, pages: int, alike: int) -> tuple[int, ...]:
     """Return the chunks per wide program. Only the largest size can occur more than once in a prompt; the probe of a
-    program needs separate pages for every chunk."""
-    rows, sizes = config.max_prefill_rows, config.prefill_sizes
-    counts = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
+    program needs separate pages for every chunk. ``alike``: see `Defaults.alike_rows`."""
+    most, sizes = config.max_prefill_rows, config.prefill_sizes
+    bounds = {size: min(most, alike) if size <= alike and config.exactness == "exact" else most for size in sizes}
+    counts = (n // size if size == sizes[-1] else min(n // size, config.max_num_seqs) for size, n in bounds.items())
     return tuple(max(1, min(count, pages // width)) for count in counts)
 
 
@@ -484,7 +485,8 @@ def _mixed_sizes(
     why = next((cause for cause, excludes in causes.items() if excludes), None)
     if given is None:
         fitting = () if why or config.prefill_sizes else sizes
-        return tuple(size for size in fitting if size <= defaults.most_mixed)
+        most = min(defaults.most_mixed, defaults.alike_rows - 1)
+        return tuple(size for size in fitting if size <= most)
     _require(not given or why is None, name, given, f"and {why} exclude each other")
     known = list(given) == sorted(set(given)) and set(given) <= set(sizes)
     _require(known, name, given, f"must be ascending, and sizes of prefill_sizes {sizes}")

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.choice import lowering_target
 from pallas_kernels.few_rows import native
 
-MOST_ROWS = 72  # a chunk of 64 tokens, and decode rows
+MOST_ROWS = 64
 _MOST_ROWS_WITH_AMX = 8  # of bfloat16: XLA's library computes more by matrix registers
 _MULTIPLE = 16  # of inputs: the most LANES of few_rows.c
 

@@ -1,6 +1,5 @@
 """Dense weights that declare their layout and matmul backend."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,7 +206,6 @@ def test_a_single_sequence_has_one_row_where_that_is_fast(dtype, weights, settin
     config = EngineConfig(max_num_seqs=1, num_pages=64, max_model_len=64, **settings)
     mesh = Mesh(np.array(jax.devices()[:1] * (1 + (weights == "on two devices"))), ("data",))
     assert resolve_for(model, config, "cpu", mesh).rows == rows
-
 
 
 @pytest.mark.parametrize(

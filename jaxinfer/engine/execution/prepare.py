@@ -283,9 +283,9 @@ def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh 
     by_kernel = _few_rows_by_kernel(model, config, mesh)
     # XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than those of two.
     one = not rounds_activations(model.params) if model.dtype.itemsize > 2 else by_kernel
-    mixed = found.most_mixed if by_kernel and few_rows.most_rows(model.dtype) > found.most_mixed else 0
+    alike = few_rows.most_rows(model.dtype) if by_kernel else 0
     most = _prefill_rows(model, found.max_prefill_rows)
-    return found._replace(min_rows=1 if one else 2, max_prefill_rows=most, most_mixed=mixed)
+    return found._replace(min_rows=1 if one else 2, max_prefill_rows=most, alike_rows=alike)
 
 
 def _few_rows_by_kernel(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:

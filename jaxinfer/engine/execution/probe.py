@@ -345,9 +345,7 @@ class Probe:
     def _mixed_agrees(self, size: int) -> bool:
         starts = self._starts(size)
         rounds = self._rounds(sum(min(size, self._room - 1 - start) for start in starts))
-        return rounds <= _ROUNDS and all(
-            self._mixed_bits_agree(start, size) for _ in range(rounds) for start in starts
-        )
+        return rounds <= _ROUNDS and all(self._mixed_bits_agree(start, size) for _ in range(rounds) for start in starts)
 
     def _mixed_bits_agree(self, start: int, size: int) -> bool:
         """Compare a chunk, the row of the next token, and a row of another sequence where there is a page for it."""
