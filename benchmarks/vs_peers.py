@@ -24,14 +24,14 @@ from benchmarks.peers import machine, report
 from benchmarks.peers.checkpoint import BYTES, read_config
 from benchmarks.peers.environment import PEERS, CannotRun, Programs, make_oracle, random_folder
 from benchmarks.peers.measure import TooShort
-from benchmarks.peers.session import Cell, Phase, Session, check_agreement, run_cell
+from benchmarks.peers.session import Cell, Phase, Session, Taken, check_agreement, run_cell
 from benchmarks.peers.work import Work
 from benchmarks.peers.worker import REPO, PeerDied
 
 DEMO = REPO / "jaxinfer" / "demo" / "target"
 CHECK_MODEL = REPO.parent / "shared" / "data" / "models" / "stories260K" / "hf"
 RESULTS = REPO / "benchmarks" / "results"
-OTHERS_MAY_USE = 0.03  # share of the machine, while figures are taken
+NOISY_ROWS = 0.2  # share of rows that may be noisy in a file that is kept
 IDLE_MAY_USE = 0.01  # of a core: clock ticks at the end of a turn
 
 
@@ -57,6 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--models", type=_words, default=["demo", "random-125m"], help="demo, random-125m, folders (comma-separated)")
     add("--dtypes", type=_choices(tuple(BYTES)), default=list(BYTES), help="float32,bfloat16")
     add("--batches", type=_numbers, default=[1, 8, 32], help="sequences at once: 1,8,32")
+    add("--first", type=_numbers, default=[8, 16, 32, 64, 128, 192], help="prompt tokens of rows of default settings")
     add("--peers", type=_choices(PEERS), default=list(PEERS), help="jaxinfer,transformers,llama.cpp")
     add("--rounds", type=int, default=5, help="turns of each peer (default 5)")
     add("--prompt-len", type=int, help="prompt tokens of prefill (default: 512 for one sequence, 128 for more)")
@@ -71,7 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=pathlib.Path, help="JSON file (default: benchmarks/results/vs_peers-<cpu>-<date>.json)")
     add("--quick", action="store_true", help="two rounds, short runs, batches 1 and 8, a file only with --out")
     if parser.parse_args(arguments).quick:
-        parser.set_defaults(rounds=2, new_tokens=16, batches=[1, 8], prompt_len=64, decode_prompt_len=16)
+        parser.set_defaults(rounds=2, new_tokens=16, batches=[1, 8], first=[8, 64], prompt_len=64, decode_prompt_len=16)
     options = parser.parse_args(arguments)
     options.work_dir, options.check_model = options.work_dir.resolve(), options.check_model.resolve()
     options.peers = [peer for peer in PEERS if peer in {"jaxinfer", *options.peers}]
@@ -107,10 +108,10 @@ def measure(options: argparse.Namespace, programs: Programs, absent: dict[str, s
     options.work_dir.mkdir(parents=True, exist_ok=True)
     folders = {name: _folder(name, options.work_dir) for name in options.models}
     cells = [
-        Cell(name, folder, read_config(folder)["vocab_size"], dtype, batch)
+        Cell(name, folder, read_config(folder)["vocab_size"], dtype, batch, default)
         for name, folder in folders.items()
         for dtype in options.dtypes
-        for batch in options.batches
+        for batch, default in [*([(1, True)] if options.first else []), *((batch, False) for batch in options.batches)]
     ]
     _refuse_long(cells, options)
     load = os.getloadavg()[0]
@@ -118,19 +119,15 @@ def measure(options: argparse.Namespace, programs: Programs, absent: dict[str, s
         if "jaxinfer" in session.absent:
             raise PeerDied(session.absent["jaxinfer"])
         checked = _check(session, options)
-        before = _limits(session, options)
         clock = _Others(session)
-        taken = [(cell, run_cell(session, cell, _phases(cell, options), options.rounds)) for cell in cells]
+        rows = [row for cell in cells for row in _rows(session, cell, options)]
         others, seconds = clock.share(options.threads), clock.seconds()
-        limits = _best(before, _limits(session, options))
-    rows = [report.row(cell, each, limits.get(cell.dtype)) for cell, phases in taken for each in phases]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(options.threads) | {"load_before": load, "used_by_others": others},
         "versions": session.versions,
         "absent": session.absent,
         "method": report.METHOD,
-        "limits": {dtype: vars(limit) for dtype, limit in limits.items()},
         "check": checked,
         "seconds": seconds,
         "idle_cpu_seconds": session.idle_cpu_seconds,
@@ -146,8 +143,18 @@ def _folder(name: str, work: pathlib.Path) -> pathlib.Path:
 
 
 def _phases(cell: Cell, options: argparse.Namespace) -> list[Phase]:
-    prompt = options.prompt_len or (512 if cell.batch == 1 else 128)
-    return [Phase("prefill", prompt, 1), Phase("decode", options.decode_prompt_len, options.new_tokens)]
+    lengths = options.first if cell.default else [options.prompt_len or (512 if cell.batch == 1 else 128)]
+    decode = Phase("decode", options.decode_prompt_len, options.new_tokens)
+    return [*(Phase("prefill", length, 1) for length in lengths), decode]
+
+
+def _rows(session: Session, cell: Cell, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure a cell, and just before and after it the limits of the machine and what other programs use."""
+    before, clock = _limits(session, options, cell.dtype), _Others(session)
+    taken: list[Taken] = run_cell(session, cell, _phases(cell, options), options.rounds)
+    others = clock.share(options.threads)
+    both = [limits for limits in (before, _limits(session, options, cell.dtype)) if limits is not None]
+    return [report.row(cell, each, report.Limits.best(both), others) for each in taken]
 
 
 def _refuse_long(cells: Sequence[Cell], options: argparse.Namespace) -> None:
@@ -174,24 +181,11 @@ def _check(session: Session, options: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def _limits(session: Session, options: argparse.Namespace) -> dict[str, report.Limits]:
-    """Return the best limits that any peer reaches, for each dtype."""
+def _limits(session: Session, options: argparse.Namespace, dtype: str) -> report.Limits | None:
+    """Return the best limits that any peer reaches in a dtype."""
     sizes = {"megabytes": 64, "side": 512} if options.quick else {"megabytes": 256, "side": 2048}
-    found: dict[str, report.Limits] = {}
-    for dtype in options.dtypes:
-        for name in session.running:
-            reply = session.ask(name, "limits", dtype=dtype, **sizes)
-            if reply:
-                found = _best(found, {dtype: report.Limits(**reply)})
-    return found
-
-
-def _best(a: dict[str, report.Limits], b: dict[str, report.Limits]) -> dict[str, report.Limits]:
-    both = {dtype: [limits[dtype] for limits in (a, b) if dtype in limits] for dtype in a | b}
-    return {
-        dtype: report.Limits(max(limit.bandwidth for limit in each), max(limit.gemm for limit in each))
-        for dtype, each in both.items()
-    }
+    replies = [session.ask(name, "limits", dtype=dtype, **sizes) for name in session.running]
+    return report.Limits.best([report.Limits(**reply) for reply in replies if reply])
 
 
 class _Others:
@@ -215,8 +209,6 @@ def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     print("\n" + report.summary(result["rows"]))
     for peer, reason in result["absent"].items():
         print(f"absent: {peer}: {reason}")
-    for dtype, limit in result["limits"].items():
-        print(f"{dtype}: memory {limit['bandwidth'] / 1e9:.1f} GB/s, GEMM {limit['gemm'] / 1e9:.0f} GFLOP/s")
     doubts = _doubts(result)
     print("".join(f"{doubt}\n" for doubt in doubts), end="")
     out = options.out
@@ -235,9 +227,9 @@ def _doubts(result: dict[str, Any]) -> list[str]:
         for peer, seconds in result["idle_cpu_seconds"].items()
         if seconds > IDLE_MAY_USE * result["seconds"]
     ]
-    others = result["machine"]["used_by_others"]
-    if others > OTHERS_MAY_USE:
-        doubts.append(f"NOT QUIET: other programs used {others:.0%} of the machine; measure again when it is idle")
+    noisy = sum(row["noise"] is not None for row in result["rows"])
+    if noisy > NOISY_ROWS * len(result["rows"]):
+        doubts.append(f"NOT QUIET: {noisy} of {len(result['rows'])} rows are noisy; measure again when it is idle")
     return doubts
 
 

@@ -32,7 +32,7 @@ from jaxinfer.engine.execution.placement import (
     shardable_model,
     with_tensor_size,
 )
-from jaxinfer.engine.execution.prepare import resolve_for, with_activations
+from jaxinfer.engine.execution.prepare import with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import text_model
 from jaxinfer.images.expansion import for_vocabulary, within

@@ -13,7 +13,7 @@ from jaxinfer.terminal.stats import measured_bandwidth
 
 
 class JaxInfer:
-    """`LLM` with one slot per sequence. XLA takes the cores that the process may use."""
+    """`LLM` with one slot per sequence, or with default settings. XLA takes the cores that the process may use."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -30,17 +30,12 @@ class JaxInfer:
         max_len: int,
         threads: int,
         activation_dtype: str = "auto",
+        default: bool = False,
     ) -> Reply:
-        """Load ``folder``. ``activation_dtype``: see `EngineConfig`."""
+        """Load ``folder``. ``activation_dtype``: see `EngineConfig`; ``default``: settings for any batch."""
         self._llm = None  # frees the previous model
-        self._llm = LLM(
-            folder,
-            dtype,
-            activation_dtype=activation_dtype,
-            show_progress=False,
-            max_num_seqs=batch,
-            max_model_len=max_len,
-        )
+        sizes = {} if default else {"max_num_seqs": batch, "max_model_len": max_len}
+        self._llm = LLM(folder, dtype, activation_dtype=activation_dtype, show_progress=False, **sizes)
         return {}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Reply:

@@ -17,11 +17,16 @@ METHOD = {
     "last) / the time between",
     "ratio": "jaxinfer's rate / the peer's, round by round; the median counts",
     "limit": "decode: bytes of weights, keys and values per step, times steps/s, over the measured read bandwidth; "
-    "prefill: operations/s over the measured rate of a large matrix product in the same dtype",
+    "prefill: operations/s over the measured rate of a large matrix product in the same dtype; both are measured before "
+    "and after each cell, and the better one counts",
+    "noise": "a row is noisy if other programs used more than 3 % of the machine during its cell, or if the rates of a "
+    "peer differ by more than a quarter of their median between rounds",
     "fairness": "same weights, prompts, dtype (keys and values too), cores; peers take turns; idle peers are stopped",
 }
 
 _ME = "jaxinfer"
+_OTHERS_MAY_USE = 0.03  # share of the machine, while figures are taken
+_MOST_SPREAD = 0.25  # of the rates of a peer, relative to their median
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +36,13 @@ class Limits:
     bandwidth: float
     gemm: float
 
+    @classmethod
+    def best(cls, each: Sequence[Limits]) -> Limits | None:
+        return cls(max(one.bandwidth for one in each), max(one.gemm for one in each)) if each else None
 
-def row(cell: Cell, taken: Taken, limits: Limits | None) -> dict[str, Any]:
-    """Return the record of one phase of one cell."""
+
+def row(cell: Cell, taken: Taken, limits: Limits | None, used: float) -> dict[str, Any]:
+    """Return the record of one phase of one cell. ``used``: share of the machine that other programs used."""
     phase, samples, work = taken.phase, taken.samples, Work.of(cell.folder)
     mine = samples[_ME]
     others = {name: found for name, found in samples.items() if name != _ME}
@@ -41,6 +50,7 @@ def row(cell: Cell, taken: Taken, limits: Limits | None) -> dict[str, Any]:
         "model": cell.model,
         "dtype": cell.dtype,
         "batch": cell.batch,
+        "settings": "default" if cell.default else "batch",
         "phase": phase.name,
         "prompt_len": phase.prompt_len,
         "new_tokens": phase.new_tokens,
@@ -52,8 +62,21 @@ def row(cell: Cell, taken: Taken, limits: Limits | None) -> dict[str, Any]:
         "same_tokens": {
             name: dataclasses.asdict(Agreement.of(mine.tokens, found.tokens)) for name, found in others.items()
         },
+        "limits": None if limits is None else dataclasses.asdict(limits),
+        "noise": _noise(samples, used),
         "absent": taken.absent,
     }
+
+
+def _noise(samples: Mapping[str, Samples], used: float) -> str | None:
+    """Return why the figures of a row are doubtful, None if they are not."""
+    if used > _OTHERS_MAY_USE:
+        return f"others used {used:.0%}"
+    for name, found in samples.items():
+        spread = Spread.of(found.rates)
+        if spread.high - spread.low > _MOST_SPREAD * spread.median:
+            return f"{name} from {spread.low:.4g} to {spread.high:.4g}"
+    return None
 
 
 def _spread(spread: Spread) -> dict[str, float]:
@@ -72,7 +95,8 @@ def _of_limit(cell: Cell, phase: Phase, samples: Samples, work: Work, limits: Li
 
 
 def _against(name: str, cell: Cell, phase: Phase, mine: Samples, theirs: Samples) -> dict[str, Any]:
-    spread, goal = ratios(mine.rates, theirs.rates), goal_for(name, phase.name, cell.dtype, cell.batch)
+    batch = None if cell.default else cell.batch
+    spread, goal = ratios(mine.rates, theirs.rates), goal_for(name, phase.name, cell.dtype, batch, phase.prompt_len)
     if goal is None:
         return _spread(spread) | {"goal": None, "floor": None, "verdict": None}
     return _spread(spread) | dataclasses.asdict(goal) | {"verdict": goal.verdict(spread.median)}
@@ -84,16 +108,18 @@ def table(rows: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> str:
     heads = ["model", "dtype", "batch", "phase", _ME, "of limit"]
     for peer in others:
         heads += [peer, "of limit", "ratio", "goal", "verdict", "same tokens"]
+    heads.append("noise")
     lines = [heads, ["---"] * len(heads), *(_line(item, others) for item in rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _line(item: Mapping[str, Any], others: Sequence[str]) -> list[str]:
     phase = f"{item['phase']} {item['prompt_len']}" + (f"+{item['new_tokens']}" if item["phase"] == "decode" else "")
-    cells = [item["model"], item["dtype"], str(item["batch"]), phase, *_rate(item, _ME)]
+    batch = "default" if item["settings"] == "default" else str(item["batch"])
+    cells = [item["model"], item["dtype"], batch, phase, *_rate(item, _ME)]
     for peer in others:
         cells += _versus(item, peer) if peer in item["ratio"] else ["absent", *[""] * 5]
-    return cells
+    return [*cells, item["noise"] or ""]
 
 
 def _rate(item: Mapping[str, Any], peer: str) -> list[str]:
@@ -120,7 +146,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Summarise the comparisons: their number, and each that misses its floor or its goal."""
     compared = [(item, peer, ratio) for item in rows for peer, ratio in item["ratio"].items() if ratio["verdict"]]
     lines = [
-        f"{ratio['verdict'].upper()}: {item['model']} {item['dtype']} batch {item['batch']} {item['phase']}: "
+        f"{ratio['verdict'].upper()}: {item['model']} {item['dtype']} {_cell(item)} {item['phase']}: "
         f"{ratio['median']:.2f}x {peer}, goal {ratio['goal']:g}"
         + (f", floor {ratio['floor']:g}" if ratio["floor"] is not None else "")
         for item, peer, ratio in compared
@@ -129,3 +155,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     if not compared:
         return "no goal applies to these rows"
     return "\n".join([f"{len(compared) - len(lines)} of {len(compared)} comparisons reach their goal", *lines])
+
+
+def _cell(item: Mapping[str, Any]) -> str:
+    return f"default {item['prompt_len']}" if item["settings"] == "default" else f"batch {item['batch']}"

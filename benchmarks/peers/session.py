@@ -21,13 +21,15 @@ _FIRST_ID = 3  # lower ids are special tokens in most vocabularies
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Configuration of one load: one model in one dtype for one batch size."""
+    """Configuration of one load: one model in one dtype for one batch size. ``default``: jaxinfer has the settings of
+    `LLM(folder)`, not those for the batch."""
 
     model: str
     folder: pathlib.Path
     vocab: int
     dtype: str
     batch: int
+    default: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +166,7 @@ class Session:
             batch=cell.batch,
             max_len=max_len,
             threads=self._threads,
+            **({"default": True} if cell.default and name == "jaxinfer" else {}),
         )
 
 
@@ -188,7 +191,8 @@ def run_cell(session: Session, cell: Cell, phases: Sequence[Phase], rounds: int)
                     continue
                 if number >= 0:
                     samples[name].add(phase.rate(reply), reply)
-        print(f"{cell.model} {cell.dtype} batch {cell.batch}: round {number + 1} of {rounds}", file=sys.stderr)
+        settings = "default settings" if cell.default else f"batch {cell.batch}"
+        print(f"{cell.model} {cell.dtype} {settings}: round {number + 1} of {rounds}", file=sys.stderr)
     if "jaxinfer" in absent:
         raise PeerDied(absent["jaxinfer"])
     return [

@@ -455,8 +455,8 @@ class PrefillAttend(_PagedAttend):
 
 @dataclasses.dataclass(frozen=True)
 class MixedAttend:
-    """`Attend` for prompt chunks and the decode rows that follow them, on one device: all write before any attends, so a
-    row may be the token after a chunk. Not for layers with states or index keys."""
+    """`Attend` for prompt chunks and the decode rows behind them, on one device: all write before any attends, so a row
+    may be the token after a chunk. Not for layers with states or index keys."""
 
     chunks: PrefillAttend
     rows: DecodeAttend

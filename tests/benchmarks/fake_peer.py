@@ -21,7 +21,9 @@ class Fake:
     def versions(self) -> dict[str, str]:
         return {"fake": "1"}
 
-    def load(self, folder: str, gguf: str, dtype: str, batch: int, max_len: int, threads: int) -> Reply:
+    def load(
+        self, folder: str, gguf: str, dtype: str, batch: int, max_len: int, threads: int, default: bool = False
+    ) -> Reply:
         if self._trait == "dies" and batch == 2:
             raise MemoryError("no room for two")
         return {}

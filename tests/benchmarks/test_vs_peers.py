@@ -17,6 +17,7 @@ from benchmarks.peers.gguf_layout import gguf_name, rotate_pairs, unsupported
 from benchmarks.peers.goals import goal_for
 from benchmarks.peers.measure import Agreement, TooShort, decode_rate, prefill_rate
 from benchmarks.peers.random_model import write
+from benchmarks.peers.session import Cell, Phase, Samples, Taken
 from benchmarks.peers.work import Work
 from benchmarks.peers.worker import PeerDied, Worker
 
@@ -54,7 +55,7 @@ def options(tiny: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
     """Return the options of a small run that writes only to its own folders."""
     sizes = ["--prompt-len", "20", "--decode-prompt-len", "10", "--new-tokens", "8", "--rounds", "2"]
     places = ["--work-dir", str(tmp_path / "work"), "--out", str(tmp_path / "out.json"), "--check-model", str(tiny)]
-    return ["--models", str(tiny), "--dtypes", "float32", "--batches", "1", *sizes, *places]
+    return ["--models", str(tiny), "--dtypes", "float32", "--batches", "1", "--first", "", *sizes, *places]
 
 
 def measured(options: list[str], transformers: tuple[str, ...], llama_cpp: tuple[str, ...]) -> dict:
@@ -91,16 +92,21 @@ def test_work_by_hand(tiny: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("row", "goal", "floor"),
     [
-        (("transformers", "decode", "float32", 1), 2.5, 2.0),
-        (("transformers", "decode", "float32", 8), 1.5, 1.2),
-        (("transformers", "decode", "bfloat16", 1), 1.5, 1.2),
-        (("transformers", "prefill", "float32", 32), 1.2, 1.1),
-        (("transformers", "prefill", "bfloat16", 1), 1.0, 0.85),
-        (("llama.cpp", "decode", "float32", 1), 0.9, None),
-        (("llama.cpp", "decode", "float32", 32), 0.8, None),
+        (("transformers", "decode", "float32", 1, 128), 2.5, 2.0),
+        (("transformers", "decode", "float32", 8, 128), 1.5, 1.2),
+        (("transformers", "decode", "bfloat16", 1, 128), 1.5, 1.2),
+        (("transformers", "decode", "bfloat16", None, 128), 1.3, None),
+        (("transformers", "prefill", "float32", 32, 128), 1.2, 1.1),
+        (("transformers", "prefill", "bfloat16", 1, 512), 1.0, 0.85),
+        (("transformers", "prefill", "bfloat16", None, 64), 1.0, None),
+        (("llama.cpp", "prefill", "bfloat16", None, 8), 0.7, None),
+        (("llama.cpp", "decode", "bfloat16", None, 128), 0.9, None),
+        (("llama.cpp", "decode", "float32", 1, 128), 0.9, None),
+        (("llama.cpp", "decode", "bfloat16", 8, 128), 0.9, None),
+        (("llama.cpp", "decode", "float32", 32, 128), 0.8, None),
     ],
 )
-def test_goals(row: tuple[str, str, str, int], goal: float, floor: float | None) -> None:
+def test_goals(row: tuple[str, str, str, int | None, int], goal: float, floor: float | None) -> None:
     found = goal_for(*row)
     assert found is not None
     assert (found.goal, found.floor) == (goal, floor)
@@ -126,9 +132,30 @@ def test_shares_use_the_best_limit_that_any_peer_measured(options: list[str], ti
     result = measured(options, transformers=fake(100.0), llama_cpp=fake(600.0))
     prefill, decode = result["rows"]
     work = Work.of(tiny)
-    assert result["limits"]["float32"] == {"bandwidth": 6e8, "gemm": 1e9}
+    assert [row["limits"] for row in result["rows"]] == [{"bandwidth": 6e8, "gemm": 1e9}] * 2
     assert decode["of_limit"]["jaxinfer"] == pytest.approx(300.0 * work.decode_bytes(1, 10 + 4, "float32") / 6e8)
     assert prefill["of_limit"]["jaxinfer"] == pytest.approx(3000.0 / 20 * work.prefill_flops(1, 20) / 1e9)
+
+
+def test_rows_of_default_settings(options: list[str]) -> None:
+    result = measured([*options, "--first", "8,100"], transformers=fake(100.0), llama_cpp=fake(600.0))
+    rows = [(row["settings"], row["phase"], row["prompt_len"]) for row in result["rows"]]
+    default = [("default", "prefill", 8), ("default", "prefill", 100), ("default", "decode", 10)]
+    assert rows == [*default, ("batch", "prefill", 20), ("batch", "decode", 10)]
+    verdicts = [row["ratio"]["llama.cpp"]["verdict"] for row in result["rows"][:3]]
+    assert verdicts == ["below goal", None, "below goal"]
+    table = report.table(result["rows"], ["jaxinfer", "transformers", "llama.cpp"]).split("\n")
+    assert [line.split(" | ")[2] for line in table[2:]] == [*["default"] * 3, "1", "1"]
+
+
+def test_a_noisy_row_is_flagged(options: list[str]) -> None:
+    (cell,) = [Cell("tiny", pathlib.Path(options[1]), 50, "float32", 1)]
+    phase, steady, shaky = Phase("decode", 10, 8), Samples([9.0, 10.0, 11.0], [1.0] * 3), Samples([8.0, 10.0, 11.0])
+    for samples, others, noisy in ((steady, 0.02, False), (steady, 0.04, True), (shaky, 0.0, True)):
+        taken = Taken(phase, {"jaxinfer": steady, "transformers": samples}, {})
+        row = report.row(cell, taken, None, others)
+        assert (row["noise"] is not None) == noisy
+        assert (row["noise"] or "").startswith("transformers" if samples is shaky else "others" if noisy else "")
 
 
 def test_a_peer_that_dies_is_absent_with_its_reason_and_comes_back(options: list[str]) -> None:
@@ -214,8 +241,12 @@ def test_figures_that_others_disturbed_are_not_kept(
     result = measured(options, transformers=fake(100.0), llama_cpp=fake(600.0))
     unnamed = vs_peers.parse([word for word in options if word not in ("--out", str(tmp_path / "out.json"))])
     result["seconds"] = 100.0
-    for others, idle, said, kept in ((0.5, 0.0, "NOT QUIET", 0), (0.0, 2.0, "NOT FAIR", 0), (0.0, 0.5, "kept in", 1)):
-        result["machine"]["used_by_others"] = others
+    noises = ("others used 50%", None), (None, None), (None, None)
+    for noise, idle, said, kept in zip(
+        noises, (0.0, 2.0, 0.5), ("NOT QUIET", "NOT FAIR", "kept in"), (0, 0, 1), strict=True
+    ):
+        for row, why in zip(result["rows"], noise, strict=True):
+            row["noise"] = why
         result["idle_cpu_seconds"] = {"transformers": idle}
         vs_peers.show(result, unnamed)
         assert said in capsys.readouterr().out

@@ -52,8 +52,8 @@ ADAPTED = "_adapted"  # suffix of the names of programs with adapters
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``decode`` and ``decode_many`` by rows (none where
-    the stage has none), ``mixed`` by chunk size, ``prefill`` by chunk size and number of chunks, ``export`` and ``restore`` by number of pages,
-    ``encode`` by patch rows of an image. They take a batch as `pack` makes it.
+    the stage has none), ``prefill`` by chunk size and number of chunks, ``mixed`` by chunk size, ``export`` and
+    ``restore`` by number of pages, ``encode`` by patch rows of an image. They take a batch as `pack` makes it.
 
     On all stages but the last, ``decode`` and ``prefill`` are those of `make_pass_programs`, and the programs that need
     the head or the sampler are None. ``decode_many`` is empty where one step is the most. A draft model or head has
