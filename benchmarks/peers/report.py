@@ -17,8 +17,8 @@ METHOD = {
     "last) / the time between",
     "ratio": "jaxinfer's rate / the peer's, round by round; the median counts",
     "limit": "decode: bytes of weights, keys and values per step, times steps/s, over the measured read bandwidth; "
-    "prefill: operations/s over the measured rate of a large matrix product in the same dtype; both are measured before "
-    "and after each cell, and the better one counts",
+    "prefill: operations/s over the measured rate of a large matrix product in the same dtype; both are measured "
+    "before and after each cell, and the better one counts",
     "noise": "a row is noisy if other programs used more than 3 % of the machine during its cell, or if the rates of a "
     "peer differ by more than a quarter of their median between rounds",
     "fairness": "same weights, prompts, dtype (keys and values too), cores; peers take turns; idle peers are stopped",
