@@ -16,8 +16,8 @@ class Defaults(NamedTuple):
         min_rows: smallest efficient number of rows of a decode program.
         decode_sizes: rows of decode programs smaller than the one for all sequences.
         most_mixed: largest of ``prefill_sizes`` with a program that also has decode rows.
-        alike_rows: rows up to which the bits of a row do not depend on the number of rows; 0: unknown. Chunks of fewer
-            tokens share no program of more rows, which would not be used; beyond it no chunk is mixed with decode rows.
+        alike_rows: rows up to which the bits of a row do not depend on the number of rows; 0: unknown. Chunks of so few
+            tokens share no program, whose rows would be more, and chunks of more are not mixed with decode rows.
         memory: bytes of a device; 0: unknown.
     """
 
@@ -56,8 +56,8 @@ CPU = Defaults(
     prefill_sizes=(8, 16, 32, 64, 128, 256),
     max_prefill_rows=512,
     max_num_batched_tokens=2048,
-    decode_sizes=(2, 4, 8, 16, 32),
-    most_mixed=16,
+    decode_sizes=(2, 8, 16, 32),
+    most_mixed=8,
 )
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for

@@ -80,7 +80,7 @@ class SchedulerConfig:
         max_num_seqs: most sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).
         decode_sizes: rows of the decode programs, ascending; a step uses the smallest that fits its slots. The size for
             ``max_num_seqs`` always exists. In exact mode a size is used only if the probe at startup found it bitwise
-            identical (default: also 2 and 4 on a CPU, 2, 8, 16, 32, 64 and 128 on a GPU).
+            identical (default: also 2, 8, 16 and 32 on a CPU, 2, 8, 16, 32, 64 and 128 on a GPU).
         max_num_batched_tokens: prompt and decode tokens per step (default: 2048 on a CPU, 4096 on such a GPU, or a full
             chunk and all rows if more).
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each multiple
@@ -88,7 +88,7 @@ class SchedulerConfig:
             such a GPU).
         mixed_prefill_sizes: sizes of ``prefill_sizes`` with a program that computes a chunk and the smallest of
             ``decode_sizes`` in one pass over the weights, used in exact mode if the probe at startup found it bitwise
-            identical (default: those up to 16 on a CPU if ``prefill_sizes`` is not given, otherwise none).
+            identical (default: 8 on a CPU if ``prefill_sizes`` is not given, otherwise none).
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together if the probe
             found that bitwise identical (default: by platform; 1: one chunk per program).
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
@@ -464,7 +464,7 @@ def _prefill_batch_sizes(config: _Chosen, width: int, pages: int, alike: int) ->
     """Return the chunks per wide program. Only the largest size can occur more than once in a prompt; the probe of a
     program needs separate pages for every chunk. ``alike``: see `Defaults.alike_rows`."""
     most, sizes = config.max_prefill_rows, config.prefill_sizes
-    bounds = {size: min(most, alike) if size <= alike and config.exactness == "exact" else most for size in sizes}
+    bounds = {size: size if size <= alike and config.exactness == "exact" else most for size in sizes}
     counts = (n // size if size == sizes[-1] else min(n // size, config.max_num_seqs) for size, n in bounds.items())
     return tuple(max(1, min(count, pages // width)) for count in counts)
 

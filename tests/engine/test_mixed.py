@@ -122,7 +122,7 @@ def resolved(**settings):
 
 
 def test_which_sizes_are_mixed_by_default():
-    assert resolved().mixed_prefill_sizes == (8, 16)
+    assert resolved().mixed_prefill_sizes == (8,)
     assert resolved(prefill_sizes=(16, 64)).mixed_prefill_sizes == ()
     assert resolved(speculative="ngram").mixed_prefill_sizes == ()
     assert resolved(enable_lora=True).mixed_prefill_sizes == ()

@@ -26,7 +26,7 @@ def exact(x, weights, along):
     return np.tensordot(x, weights, ((x.ndim - 1,), (0 if along == 0 else weights.ndim - 1,)))
 
 
-@pytest.mark.parametrize("rows", [(9,), (4, 3)])  # more than those of `pallas_kernels.few_rows`
+@pytest.mark.parametrize("rows", [(65,), (11, 6)])  # more than those of `pallas_kernels.few_rows`
 @pytest.mark.parametrize("along", [0, -1])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_products_are_rounded_once(along, inputs, outputs, rows):
