@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class JaxInfer:
     ) -> Reply:
         """Load ``folder``. ``activation_dtype``: see `EngineConfig`; ``default``: settings for any batch."""
         self._llm = None  # frees the previous model
-        sizes = {} if default else {"max_num_seqs": batch, "max_model_len": max_len}
+        sizes: dict[str, Any] = {} if default else {"max_num_seqs": batch, "max_model_len": max_len}
         self._llm = LLM(folder, dtype, activation_dtype=activation_dtype, show_progress=False, **sizes)
         return {}
 

@@ -478,9 +478,10 @@ class MixedAttend:
         parts: tuple[tuple[_PagedAttend, slice], ...]
         parts = (self.chunks, slice(border)), (self.rows, slice(border, None))
         group = self.rows.spec.group(layer)
-        for own, part in parts if k is not None else ():
-            values = None if v is None else v[part]
-            cache = own._written(own._by_chunk(k[part]), values, cache, own.tables[group], layer)
+        for own, part in parts:
+            if k is not None:
+                values = None if v is None else v[part]
+                cache = own._written(own._by_chunk(k[part]), values, cache, own.tables[group], layer)
         options = _options(cache, layer, scale, sinks)
         mixed = [own._attended(own._by_chunk(q[part]), cache, own.tables[group], options) for own, part in parts]
         return jnp.concatenate(mixed), cache

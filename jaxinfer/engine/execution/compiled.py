@@ -277,8 +277,8 @@ class _Work:
             rows = engine.decode_sizes[0]
             both = MixedBatch(self._prefill_batch(size, 1), self._decode_batch(rows))
             mixed = _renamed(make_mixed(decode), name := f"mixed_{size}")
-            given = (params, slots, state, both, None, None, *self._beside_rows(rows))
-            jobs[name] = _Job(mixed, given, 2, (carried, out), loops, batch=3)
+            arguments = (params, slots, state, both, None, None, *self._beside_rows(rows))
+            jobs[name] = _Job(mixed, arguments, 2, (carried, out), loops, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._entering(largest), self._ints(largest))
         with_logprobs = make_prefill_logprobs(
