@@ -32,7 +32,7 @@ from jaxinfer.engine.execution.placement import (
     shardable_model,
     with_tensor_size,
 )
-from jaxinfer.engine.execution.prepare import with_activations
+from jaxinfer.engine.execution.prepare import resolve_for, with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.formats.multimodal import text_model
 from jaxinfer.images.expansion import for_vocabulary, within
@@ -73,7 +73,6 @@ from jaxinfer.weights.native.manifest import is_converted
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.tree import Fill, Place
-from pallas_kernels import few_rows
 from pallas_kernels.matmul import Layout
 
 _log, _start_log = logging.getLogger("jaxinfer"), logging.getLogger("jaxinfer.start")
@@ -178,9 +177,7 @@ def _layout(model: Model, config: EngineConfig, mesh: Mesh) -> Layout | None:
     """Return the matrix layout for a model that the engine loads itself; None: the layout of the family."""
     if jax.default_backend() != "cpu" or mesh.size > 1:
         return None
-    if (why := few_rows.unavailable()) is not None:
-        _start_log.warning("one sequence decodes half as fast as it could: %s", why)
-    return layout_for_cpu()
+    return layout_for_cpu(resolve_for(model, config, "cpu", mesh).rows, model.dtype.itemsize)
 
 
 def _warn_of_long_texts(model: Model, length: int) -> None:

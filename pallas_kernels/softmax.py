@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sums import over_last
-
 _LOWEST = -1e30
 
 
@@ -38,7 +36,7 @@ class Softmax(NamedTuple):
         top = jnp.maximum(self.top, jnp.ceil(scores.max(-1)))
         weights, decay = jnp.exp2(scores - top[..., None]), _power_of_two(self.top - top)
         mixed = self.mixed * decay[..., None] + weigh(weights)
-        return Softmax(top, self.total * decay + over_last(weights)[..., 0], mixed)
+        return Softmax(top, self.total * decay + weights.sum(-1), mixed)
 
     def result(self) -> jax.Array:
         return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]

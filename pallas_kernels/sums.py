@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType
-from jaxtyping import Array, Float32, Num
+from jaxtyping import Array, Num
 
-from pallas_kernels import few_rows, float16
+from pallas_kernels import float16, one_row
 from pallas_kernels.choice import lowering_target
 
 _MULTIPROCESSORS, _TILE = 132, 192
@@ -32,9 +31,7 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
     Args:
         dtype: dtype of the result; None: the dtype of ``x``.
     """
-    if few_rows.refusal(x, weights, along) is None and dtype in (None, x.dtype, jnp.float32):
-        return few_rows.dot(x, weights, dtype)
-    if alone(x, weights):  # XLA's own loop for a single row of 16 bits is twenty times as slow as two rows
+    if one_row.alone(x, weights):  # by the library, which does not support a single row of 16 bits
         both = x.reshape(1, -1)
         product = dot(jnp.concatenate([both, jnp.zeros_like(both)]), weights, along, dtype)
         return product[0].reshape(*x.shape[:-1], *product.shape[1:])
@@ -53,30 +50,6 @@ def dot(x: Num[Array, "*rows k"], weights: Num[Array, "..."], along: int, dtype:
     wide = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
     sums = lax.dot_general(own, cut, by_part, precision=precision, preferred_element_type=wide)
     return sums.sum(0).astype(dtype or x.dtype)
-
-
-@jax.custom_jvp
-def over_last(x: Float32[Array, "*rows k"]) -> Float32[Array, "*rows 1"]:
-    """Sum over the last axis, on a CPU in an order that does not depend on the number of rows.
-
-    XLA:CPU has a library sum those of many rows, but not of few, in another order. It does not recognise ``a - (-b)``.
-    """
-    if lowering_target().platform != "cpu" or jax.sharding.get_abstract_mesh().size > 1:
-        return jnp.sum(x, -1, keepdims=True)
-    x = lax.optimization_barrier(x)  # or a multiplication before it would be contracted in some programs
-    return lax.reduce(x, np.float32(0), lambda a, b: a - (-b), (x.ndim - 1,))[..., None]
-
-
-@over_last.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return over_last(*primals), jnp.sum(*tangents, -1, keepdims=True)
-
-
-def alone(x: Any, weights: Any) -> bool:
-    """Return whether a product is one of a single row of 16-bit numbers on a CPU, and on one device."""
-    narrow = math.prod(x.shape[:-1]) == 1 and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    here = narrow and x.dtype == weights.dtype and lowering_target().platform == "cpu"
-    return here and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def _parts_of(x: Array, weights: Array) -> int:

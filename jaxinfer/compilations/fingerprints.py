@@ -27,7 +27,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jaxinfer.compilations.files import FORM, sources
-from pallas_kernels import few_rows
 
 _OWN = ("jaxinfer", "pallas_kernels")
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "jaxtyping", "ml_dtypes")
@@ -85,7 +84,6 @@ def _surroundings(device: jax.Device) -> Iterator[str]:
     """Yield the inputs of tracing besides the function and its arguments."""
     yield from (FORM, sources(), sys.version, *_versions())
     yield from (device.client.platform_version, device.device_kind)
-    yield from (few_rows.TARGET, str(few_rows.unavailable()), str(few_rows.supports_float16()))
     yield from (str(jax.sharding.get_abstract_mesh()), repr(nn.get_logical_axis_rules()))
     settings = jax.config.values
     yield from (f"{name}={settings[name]!r}" for name in _settings())

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jaxinfer.compilations.files import folder_of, write
 from jaxinfer.compilations.fingerprints import Fingerprints
-from pallas_kernels import few_rows
 
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and memory is not short: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -41,7 +40,8 @@ def compiler_options(mesh: Mesh, loops: bool = False, copies: bool = False) -> d
     return found | _GPU_COPY_OPTIONS if copies else found
 
 
-_KERNELS = tuple(map(DisabledSafetyCheck.custom_call, ("mosaic_gpu", "mosaic_gpu_v2", few_rows.TARGET)))
+_KEPT_OF = ("gpu",)  # programs of a CPU lack the kernels that take longest to lower
+_KERNELS = tuple(map(DisabledSafetyCheck.custom_call, ("mosaic_gpu", "mosaic_gpu_v2")))
 
 
 def lower(
@@ -54,7 +54,7 @@ def lower(
 ) -> jax.stages.Lowered:
     """Return ``function`` in StableHLO. A function that an earlier start lowered is not traced again.
 
-    Cached are programs of one device, if JAX's compilation cache has a folder, with code of jaxinfer only: see
+    Cached are programs of one GPU, if JAX's compilation cache has a folder, with code of jaxinfer only: see
     `Fingerprints`. Call it within `traced_for`.
 
     Args:
@@ -62,7 +62,7 @@ def lower(
         results: shardings. Named tuples among the results must be registered with `jax.export`.
     """
     device = mesh.devices.flat[0]
-    folder = folder_of("lowered") if mesh.size == 1 else None
+    folder = folder_of("lowered") if mesh.size == 1 and device.platform in _KEPT_OF else None
     key = folder and fingerprints.of(device, function, arguments, donate, results)
     if folder is None or key is None:
         return jax.jit(function, donate_argnums=donate, out_shardings=results).lower(*arguments)

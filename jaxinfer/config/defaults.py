@@ -15,9 +15,6 @@ class Defaults(NamedTuple):
         max_num_batched_tokens: default, raised to the largest chunk plus all rows if that is more.
         min_rows: smallest efficient number of rows of a decode program.
         decode_sizes: rows of decode programs smaller than the one for all sequences.
-        most_mixed: largest of ``prefill_sizes`` with a program that also has decode rows.
-        alike_rows: rows up to which the bits of a row do not depend on the number of rows; 0: unknown. Chunks of so few
-            tokens share no program, whose rows would be more, and chunks of more are not mixed with decode rows.
         memory: bytes of a device; 0: unknown.
     """
 
@@ -28,8 +25,6 @@ class Defaults(NamedTuple):
     min_rows: int = 1
     memory: int = 0
     decode_sizes: tuple[int, ...] = ()
-    most_mixed: int = 0
-    alike_rows: int = 0
 
     def sequences(self, state_bytes: int) -> int:
         """Return ``max_num_seqs`` for a model whose sequences each take ``state_bytes`` regardless of their length: a
@@ -49,16 +44,9 @@ class Defaults(NamedTuple):
         return tuple(found) or (max(page_size, devices),)
 
 
-# A CPU pays for every row of a decode program. Matrix products reach full throughput at 256 rows. In a step of
+# A CPU pays for every row of its one decode program. Matrix products reach full throughput at 256 rows. In a step of
 # 2,048 tokens the decode rows slow a long prefill by a few percent only, and inter-token latency stays acceptable.
-CPU = Defaults(
-    max_num_seqs=8,
-    prefill_sizes=(8, 16, 32, 64, 128, 256),
-    max_prefill_rows=512,
-    max_num_batched_tokens=2048,
-    decode_sizes=(2, 8, 16, 32),
-    most_mixed=8,
-)
+CPU = Defaults(max_num_seqs=8, prefill_sizes=(32, 128, 256), max_prefill_rows=512, max_num_batched_tokens=2048)
 # A GPU reads all weights once per step, for one token or for two hundred, but it pays for idle rows of a step: their
 # products read x and write results, and the sampler reads a row of logits each (by a model of an H100, some 8.6 ms for
 # a step of 256 rows of an 8B model versus 6.1 ms for one row). So there are decode programs of several sizes. A chunk

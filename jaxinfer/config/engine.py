@@ -80,15 +80,12 @@ class SchedulerConfig:
         max_num_seqs: most sequences decoded together (default: 8 on a CPU, 256 on a GPU of 48 GB and more).
         decode_sizes: rows of the decode programs, ascending; a step uses the smallest that fits its slots. The size for
             ``max_num_seqs`` always exists. In exact mode a size is used only if the probe at startup found it bitwise
-            identical (default: also 2, 8, 16 and 32 on a CPU, 2, 8, 16, 32, 64 and 128 on a GPU).
+            identical (default: only that size on a CPU, also 2, 8, 16, 32, 64 and 128 on a GPU).
         max_num_batched_tokens: prompt and decode tokens per step (default: 2048 on a CPU, 4096 on such a GPU, or a full
             chunk and all rows if more).
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each multiple
             of it, and the tail of a prompt in the smallest size that holds it (default: up to 256 on a CPU, 2048 on
             such a GPU).
-        mixed_prefill_sizes: sizes of ``prefill_sizes`` with a program that computes a chunk and the smallest of
-            ``decode_sizes`` in one pass over the weights, used in exact mode if the probe at startup found it bitwise
-            identical (default: 8 on a CPU if ``prefill_sizes`` is not given, otherwise none).
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together if the probe
             found that bitwise identical (default: by platform; 1: one chunk per program).
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
@@ -105,7 +102,6 @@ class SchedulerConfig:
     decode_sizes: tuple[int, ...] | None = None
     max_num_batched_tokens: int | None = None
     prefill_sizes: tuple[int, ...] | None = None
-    mixed_prefill_sizes: tuple[int, ...] | None = None
     max_prefill_rows: int | None = None
     scheduling_policy: str = "fcfs"
     max_waiting_requests: int | None = None
@@ -159,7 +155,6 @@ class ResolvedEngine(_Chosen):
     """
 
     max_model_len: int
-    mixed_prefill_sizes: tuple[int, ...]
     num_pages: int
     num_states: int
     attention_backend: Backend
@@ -248,7 +243,6 @@ def resolve(
     check(config)
     length = _max_model_len(config.max_model_len, max_position)
     chosen = _choose(config, cache, length, itemsize, defaults)
-    mixed = _mixed_sizes(config, cache, images, chosen.prefill_sizes, defaults)
     check(chosen)
     microbatches, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
     # At least one sequence has rows for its drafts; an additional path also has a row of the last known token.
@@ -257,12 +251,11 @@ def resolve(
     rows = microbatches * max(math.ceil(chosen.max_num_seqs / microbatches), least_rows)
     caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
     pages, states = _num_pages(chosen, caches, width, itemsize), _num_states(chosen, cache)
-    batches = _prefill_batch_sizes(chosen, width, pages, defaults.alike_rows)
+    batches = _prefill_batch_sizes(chosen, width, pages)
     share = rows // microbatches
     found = {
         "decode_sizes": (*(size for size in chosen.decode_sizes if defaults.min_rows <= size < share), share),
         "max_model_len": length,
-        "mixed_prefill_sizes": mixed,
         "num_pages": pages,
         "num_states": states,
         "rows": rows,
@@ -460,37 +453,12 @@ def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
         _require_power_of_two("prefill_sizes", size)
 
 
-def _prefill_batch_sizes(config: _Chosen, width: int, pages: int, alike: int) -> tuple[int, ...]:
+def _prefill_batch_sizes(config: _Chosen, width: int, pages: int) -> tuple[int, ...]:
     """Return the chunks per wide program. Only the largest size can occur more than once in a prompt; the probe of a
-    program needs separate pages for every chunk. ``alike``: see `Defaults.alike_rows`."""
-    most, sizes = config.max_prefill_rows, config.prefill_sizes
-    bounds = {size: size if size <= alike and config.exactness == "exact" else most for size in sizes}
-    counts = (n // size if size == sizes[-1] else min(n // size, config.max_num_seqs) for size, n in bounds.items())
+    program needs separate pages for every chunk."""
+    rows, sizes = config.max_prefill_rows, config.prefill_sizes
+    counts = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
     return tuple(max(1, min(count, pages // width)) for count in counts)
-
-
-def _mixed_sizes(
-    config: EngineConfig, cache: CacheSpec, images: ImageNeeds | None, sizes: tuple[int, ...], defaults: Defaults
-) -> tuple[int, ...]:
-    """Return the sizes of chunks that share a program with decode rows; rejects given ones that cannot."""
-    name, given = "mixed_prefill_sizes", config.mixed_prefill_sizes
-    causes = {
-        f"speculative = {config.speculative}": config.speculative is not None,
-        "enable_lora = True": config.enable_lora,
-        f"{config.devices} devices": config.devices > 1,
-        "a model with images": images is not None,
-        "a model with states": cache.stateful,
-        "a model that chooses keys by an index": any(layer.index_dim for layer in cache.layers),
-    }
-    why = next((cause for cause, excludes in causes.items() if excludes), None)
-    if given is None:
-        fitting = () if why or config.prefill_sizes else sizes
-        most = min(defaults.most_mixed, defaults.alike_rows - 1)
-        return tuple(size for size in fitting if size <= most)
-    _require(not given or why is None, name, given, f"and {why} exclude each other")
-    known = list(given) == sorted(set(given)) and set(given) <= set(sizes)
-    _require(known, name, given, f"must be ascending, and sizes of prefill_sizes {sizes}")
-    return given
 
 
 def _max_model_len(length: int | None, max_position: int) -> int:

@@ -63,7 +63,7 @@ class Engine(EngineLoop):
         vocab = model.config.vocab_size
         batches, sizes = found.prefill_batches, found.decode_sizes
         vision = model.vision
-        runner = Runner(self._executor, engine, limits, kv.tables, vocab, batches, sizes, vision, found.mixed_sizes)
+        runner = Runner(self._executor, engine, limits, kv.tables, vocab, batches, sizes, vision)
         engine = dataclasses.replace(engine, multi_step=found.multi_step)
         super().__init__(
             engine,

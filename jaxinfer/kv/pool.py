@@ -453,40 +453,6 @@ class PrefillAttend(_PagedAttend):
         return jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedAttend:
-    """`Attend` for prompt chunks and the decode rows behind them, on one device: all write before any attends, so a row
-    may be the token after a chunk. Not for layers with states or index keys."""
-
-    chunks: PrefillAttend
-    rows: DecodeAttend
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        cache: LayerPool,
-        layer: LayerSpec,
-        scale: float,
-        sinks: jax.Array | None = None,
-        chosen: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerPool]:
-        """See `Attend`."""
-        assert chosen is None
-        border = q.shape[0] - self.rows.positions.shape[0]
-        parts: tuple[tuple[_PagedAttend, slice], ...]
-        parts = (self.chunks, slice(border)), (self.rows, slice(border, None))
-        group = self.rows.spec.group(layer)
-        for own, part in parts:
-            if k is not None:
-                values = None if v is None else v[part]
-                cache = own._written(own._by_chunk(k[part]), values, cache, own.tables[group], layer)
-        options = _options(cache, layer, scale, sinks)
-        mixed = [own._attended(own._by_chunk(q[part]), cache, own.tables[group], options) for own, part in parts]
-        return jnp.concatenate(mixed), cache
-
-
 def _with_latents(
     cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
 ) -> LayerPool:

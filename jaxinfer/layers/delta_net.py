@@ -14,7 +14,6 @@ from jaxinfer.layers.recurrent import linear_recurrence, recur, short_conv
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec, StateSpec
-from pallas_kernels.sums import over_last
 
 _UNIT_EPS = 1e-6  # epsilon of the L2 norm of queries and keys
 
@@ -70,7 +69,7 @@ class GatedDeltaNet(Layer):
 
     def _normed(self, x: Float[Array, "*batch heads value"], z: Float[Array, "*batch heads value"]) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        normal = x32 * jax.lax.rsqrt(over_last(x32 * x32) / x32.shape[-1] + self.eps)
+        normal = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         scaled = (self.weight("norm") * normal.astype(x.dtype)).astype(jnp.float32)
         return (scaled * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
 
@@ -81,4 +80,4 @@ def states(heads: int, values: int, key: int, value: int, taps: int) -> tuple[St
 
 
 def _unit(x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-    return x * jax.lax.rsqrt(over_last(x * x) + _UNIT_EPS)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _UNIT_EPS)

@@ -15,7 +15,6 @@ from jaxinfer.layers.recurrent import Recurrence, linear_recurrence, recur, shor
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec, StateSpec
-from pallas_kernels.sums import over_last
 
 UNLIMITED = (0.0, float("inf"))
 
@@ -138,6 +137,6 @@ class Mamba2(Layer):
         before = self.sizes.norm == "before gate"
         mixed = mixed if before else mixed * gate
         by_group = mixed.reshape(*mixed.shape[:-2], self.sizes.groups, -1)
-        square = over_last(by_group * by_group) / by_group.shape[-1]
+        square = jnp.mean(by_group * by_group, axis=-1, keepdims=True)
         normal = (by_group * jax.lax.rsqrt(square + self.eps)).reshape(mixed.shape) * self._wide("norm")
         return normal * gate if before else normal

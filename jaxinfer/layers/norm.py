@@ -8,7 +8,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
-from pallas_kernels.sums import over_last
 
 
 def unit_rms(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
@@ -59,19 +58,18 @@ class AllHeadsNorm(Layer):
     eps: float
 
     def __call__(self, x: Float[Array, "... heads head_dim"]) -> Float[Array, "... heads head_dim"]:
-        normal = _unit(x.reshape(*x.shape[:-2], -1), self.eps).reshape(x.shape)
-        return (normal * _scales(self.weight("scale"), x)).astype(x.dtype)
+        return (_unit(x, self.eps, axis=(-2, -1)) * _scales(self.weight("scale"), x)).astype(x.dtype)
 
 
 def _standardised(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
     x32 = x.astype(jnp.float32)
-    return _unit(x32 - over_last(x32) / x32.shape[-1], eps)
+    return _unit(x32 - jnp.mean(x32, axis=-1, keepdims=True), eps)
 
 
-def _unit(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
-    """Divide by the root mean square over the last axis; float32."""
+def _unit(x: Float[Array, "... d"], eps: float, axis: int | tuple[int, int] = -1) -> Float[Array, "... d"]:
+    """Divide by the root mean square over ``axis``; float32."""
     x32 = x.astype(jnp.float32)
-    return x32 * lax.rsqrt(over_last(x32 * x32) / x.shape[-1] + eps)
+    return x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=axis, keepdims=True) + eps)
 
 
 def _scales(scale: Float[Array, "stored head_dim"], x: Float[Array, "... heads head_dim"]) -> jax.Array:

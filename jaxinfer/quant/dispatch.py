@@ -16,9 +16,10 @@ from jaxinfer.quant.lora_weight import LoRAWeight, unadapted
 from jaxinfer.quant.storage import Quantized, Split
 from jaxinfer.quant.unquantized import Unquantized
 from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels import one_row
 from pallas_kernels.choice import lowering_target
 from pallas_kernels.grouped_matmul import Groups
-from pallas_kernels.sums import alone, dot
+from pallas_kernels.sums import dot
 
 
 def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = None) -> Float[Array, "... *n"]:
@@ -39,7 +40,7 @@ def matmul(x: Float[Array, "... k"], w: Any, bias: Float[Array, "*n"] | None = N
         return _plain(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in first")
-    return dot(x, w.astype(x.dtype), 0)
+    return _product(x, w.astype(x.dtype), 0)
 
 
 def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
@@ -58,7 +59,12 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
         return dot(x, w.astype(x.dtype), w.ndim - 1)
     # As a matrix: with more than one output dimension XLA:CPU transposes the whole weight at every call.
     flat = w.astype(x.dtype).reshape(-1, w.shape[-1])
-    return dot(x, flat, 1).reshape(*x.shape[:-1], *w.shape[:-1])
+    return _product(x, flat, 1).reshape(*x.shape[:-1], *w.shape[:-1])
+
+
+def _product(x: jax.Array, w: jax.Array, along: int) -> jax.Array:
+    count = one_row.slices(x.shape[-1], along) if one_row.alone(x, w) else None
+    return dot(x, w, along) if count is None else one_row.dot(x, w, along, count)
 
 
 def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:
@@ -90,7 +96,7 @@ def plus_bias(product: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[
 
 def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
     """Multiply each head's vector by that head's matrix."""
-    if x.ndim > 2 and alone(x[..., 0, :], w):  # faster with a second row
+    if x.ndim > 2 and one_row.alone(x[..., 0, :], w):  # faster with a second row
         return matmul_heads(jnp.concatenate([x, jnp.zeros_like(x)]), w)[:1]
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     out = lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((x.ndim - 2,), (0,))), precision=precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import ItemsView, Mapping
 from typing import Any
 
@@ -17,10 +18,11 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.parallel.mesh import spread_over
 from jaxinfer.quant.sharded import is_spread
 from jaxinfer.types import ParamSpec
-from pallas_kernels import few_rows
 from pallas_kernels import matmul as dense_matmul
 from pallas_kernels.choice import HOPPER, Target, Wish, lowering_target
 from pallas_kernels.matmul import Extras, Layout
+
+_CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["layout", "axes", "path"])
@@ -172,12 +174,23 @@ def _moved(array: Any, axis: int) -> Any:
     return moved
 
 
-def layout_for_cpu() -> Layout | None:
-    """Return the best layout of matrices on a CPU; None: the layout of the family. Measurements are in
-    docs/benchmarks.md.
+def layout_for_cpu(rows: int, itemsize: int, cpuinfo: pathlib.Path = _CPUINFO) -> Layout | None:
+    """Return the best layout on a CPU for matrices of ``itemsize`` bytes per number in decode steps of ``rows`` rows;
+    None: the layout of the family. Measurements are in docs/benchmarks.md.
 
-    [out, in] for `pallas_kernels.few_rows`, and with matrix registers (Intel AMX): XLA's products of a 125M model's
-    decode step take a sixth less time then in bfloat16, up to an eighth in float32. Without AMX (an AMD EPYC) and
-    without the kernel, decode steps are slower in this layout.
+    One row of 16-bit numbers: [in, out], which `pallas_kernels.one_row` reads fastest. With matrix registers (Intel
+    AMX) [out, in]: matrix products of a 125M model's decode step take a sixth less time in bfloat16, up to an eighth in
+    float32; without AMX (an AMD EPYC) steps of 8 and more rows are slower in this layout.
     """
-    return "in last" if few_rows.unavailable() is None or few_rows.has_amx() else None
+    if rows == 1 and itemsize == 2:
+        return "in first"
+    return "in last" if _has_amx(cpuinfo) else None
+
+
+@functools.cache
+def _has_amx(cpuinfo: pathlib.Path) -> bool:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return False
+    return any("amx_bf16" in line.split() for line in lines if line.startswith("flags"))

@@ -36,7 +36,7 @@ def matmul(
         target: lowering target of the program; None: see `pallas_kernels.choice`.
     """
     cpu = (target or lowering_target()).platform == "cpu"
-    if cpu and x.shape[1] == 1 and x.dtype.itemsize == 2:  # a second row makes it faster, see `pallas_kernels.sums`
+    if cpu and x.shape[1] == 1 and x.dtype.itemsize == 2:  # a second row makes it faster, see `pallas_kernels.one_row`
         return _matmul(cpu, jnp.pad(x, ((0, 0), (0, 1), (0, 0))), weights, groups)[:, :1]
     return _matmul(cpu, x, weights, groups)
 

@@ -125,7 +125,7 @@ def decode(
         note(_OP + "decode", kernel, xla.decode, *operands, options)
         return kernel(*operands, options)
     # A GPU has memory for all rows at once, and every step of a loop adds latency.
-    together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else None
+    together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
     return xla.decode(*operands, options, together=together)
 
 

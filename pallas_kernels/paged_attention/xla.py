@@ -21,10 +21,10 @@ from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.softmax import Softmax
 
 # Keys of a block. Measured on a 2-core CPU, see docs/benchmarks.md: decode reads 256 in a third to half less time than
-# four times 64, as long as the gathered keys and values stay in the cache. All chunks use one size, and so do all
-# decode steps, whatever their rows, or the order of sums would depend on the program that reads a key.
+# four times 64, as long as the gathered keys and values stay in the cache; else it is a fifth slower. All chunks use
+# one size, independent of their contents, or the order of sums would depend on the chunk that reads a key.
 PREFILL_BLOCK = 128
-DECODE_BLOCK = 256
+_DECODE_BLOCK, _CACHED_BLOCK = 64, 256
 _CACHED = 4096  # numbers per key of rows that run together: 4 MiB of keys, and as much of values
 # Rows of similar length that decode processes together. On the same machine, against all 32 at once: 2 to 5 times as
 # fast if lengths differ; if all are equal, the smaller products cost 0 to 40 % (head_dim 128 and 32).
@@ -118,6 +118,11 @@ def _ceil_div(a: jax.Array, b: int) -> jax.Array:
     return (a + b - 1) // b
 
 
+def decode_block(numbers: int) -> int:
+    """Return the keys of a block for rows that together have ``numbers`` numbers per key."""
+    return _CACHED_BLOCK if numbers <= _CACHED else _DECODE_BLOCK
+
+
 def decode(
     q: Float[Array, "rows heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
@@ -125,18 +130,17 @@ def decode(
     lengths: Int[Array, " rows"],
     options: AttentionOptions,
     *,
-    together: int | None = None,
+    together: int = ROWS_TOGETHER,
 ) -> Float[Array, "rows heads head_dim"]:
     """See `reference.decode`.
 
     Args:
-        together: rows that run together, up to the longest of them; all of them is best on a GPU. None: as many as
-            have a block of keys in the cache.
+        together: rows that run together, up to the longest of them; all of them is best on a GPU.
     """
     rows, heads, head_dim = q.shape
-    kv_heads = pool.shape[2]
-    together = min(rows, together or min(ROWS_TOGETHER, max(1, _CACHED // (kv_heads * head_dim))))
-    equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, DECODE_BLOCK)
+    kv_heads, together = pool.shape[2], min(together, rows)
+    block = decode_block(together * kv_heads * head_dim)
+    equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, block)
     grouped = equation.scaled(q.reshape(rows, kv_heads, heads // kv_heads, head_dim))
     sinks = None if options.sinks is None else options.sinks.reshape(kv_heads, heads // kv_heads)
     if together == rows:

@@ -34,7 +34,6 @@ EVERY = {
     "kv_cache_bytes": (["--kv-cache-bytes", "1000"], 1000),
     "memory_utilization": (["--memory-utilization", "0.5"], 0.5),
     "prefill_sizes": (["--prefill-sizes", "16", "64"], (16, 64)),
-    "mixed_prefill_sizes": (["--mixed-prefill-sizes", "8", "16"], (8, 16)),
     "max_prefill_rows": (["--max-prefill-rows", "64"], 64),
     "max_logprobs": (["--max-logprobs", "0"], 0),
     "enable_training_outputs": (["--enable-training-outputs"], True),

@@ -24,8 +24,9 @@ from tests.fakes import random_model
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """Return the cache folder."""
+    """Return the cache folder, with caching of CPU programs enabled."""
     before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(programs, "_KEPT_OF", ("cpu",))
     monkeypatch.setattr(fingerprints, "_OWN", ("jaxinfer", "pallas_kernels", "tests"))
     cache.use_compilation_cache(str(tmp_path))
     yield tmp_path

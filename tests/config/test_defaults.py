@@ -25,7 +25,7 @@ def resolved(defaults: Defaults = CPU, cache: CacheSpec = CACHE, **settings: Any
 
 def test_a_cpu_has_few_rows_and_small_chunks() -> None:
     engine = resolved()
-    assert (engine.max_num_seqs, engine.prefill_sizes, engine.max_prefill_rows) == (8, (8, 16, 32, 64, 128, 256), 512)
+    assert (engine.max_num_seqs, engine.prefill_sizes, engine.max_prefill_rows) == (8, (32, 128, 256), 512)
     assert (engine.rows, engine.max_num_batched_tokens) == (8, 2048)
 
 
@@ -62,7 +62,7 @@ def test_states_leave_room_for_all_else() -> None:
 
 def test_no_chunk_is_larger_than_a_prompt_needs() -> None:
     assert resolved(of_platform("gpu"), max_model_len=300).prefill_sizes == (128, 256, 512)
-    assert resolved(max_model_len=128).prefill_sizes == (8, 16, 32, 64, 128)
+    assert resolved(max_model_len=128).prefill_sizes == (32, 128)
 
 
 def test_what_was_given_stays() -> None:

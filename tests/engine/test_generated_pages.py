@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 )
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
+        patched.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
         made = LLM(random_model(), **SETTINGS, **request.param)
         assert made.engine.calibration.decode_agrees
         yield made

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import sums
 from pallas_kernels.choice import HOPPER, Target
 from pallas_kernels.sums import dot, parts
 
@@ -15,8 +14,7 @@ FEW, INPUTS, OUTPUTS = 3, 2880, 40  # 2880 = 64 x 45
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module in ("sums", "few_rows.api"):
-        monkeypatch.setattr(f"pallas_kernels.{module}.lowering_target", lambda: Target("gpu", HOPPER))
+    monkeypatch.setattr("pallas_kernels.sums.lowering_target", lambda: Target("gpu", HOPPER))
 
 
 def operands(dtype, along):
@@ -75,8 +73,7 @@ def test_a_divided_product(along, dtype, result, on_a_gpu):
 @pytest.mark.parametrize("along", [0, 2])
 def test_on_a_cpu_a_product_is_one(along):
     x, weights = operands("bfloat16", along)
-    many = jnp.concatenate([x] * 17)  # more rows than those of `pallas_kernels.few_rows`
-    (product,) = jax.make_jaxpr(lambda *both: dot(*both, along))(many, weights).eqns
+    (product,) = jax.make_jaxpr(lambda *both: dot(*both, along))(x, weights).eqns
     assert (product.primitive.name, product.outvars[0].aval.dtype) == ("dot_general", "bfloat16")
 
 
@@ -93,24 +90,3 @@ def test_what_is_one_devices_own_is_divided(on_a_gpu):
         own = jax.shard_map(lambda *both: dot(*both, 0), in_specs=P(), out_specs=P(), check_vma=False)
         text = str(jax.make_jaxpr(own)(x, weights))
     assert f"f32[{parts(6, INPUTS, 80)},2,3,2,40]" in text
-
-
-@pytest.mark.parametrize("inputs", [24, 768, 5000])
-def test_a_sum_over_the_last_axis_does_not_depend_on_the_number_of_rows(inputs):
-    """XLA's own sum of 768 numbers has other bits in 8 rows than in 2 or 4."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((64, inputs)), jnp.float32)
-    over_last = jax.jit(sums.over_last)
-    whole = np.asarray(over_last(x))
-    np.testing.assert_allclose(whole[:, 0], np.asarray(x, np.float64).sum(-1), atol=1e-6 * inputs)
-    for rows in (1, 2, 3, 4, 8, 16):
-        np.testing.assert_array_equal(over_last(x[:rows]), whole[:rows])
-
-
-def test_the_gradient_of_a_sum_over_the_last_axis():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 40)), jnp.float32)
-    found, wanted = (
-        jax.jit(jax.grad(lambda x, over=over: (over(x) ** 2).sum()))(x)
-        for over in (sums.over_last, lambda x: jnp.sum(x, -1, keepdims=True))
-    )
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert jax.vmap(sums.over_last)(x).shape == (3, 1)

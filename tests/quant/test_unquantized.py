@@ -1,5 +1,7 @@
 """Dense weights that declare their layout and matmul backend."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jaxinfer.quant import Unquantized, dense, laid_out, matmul, matmul_heads, m
 from jaxinfer.quant.layouts import Grouped
 from jaxinfer.quant.unquantized import for_gemm, gemm_refusal, layout_for_cpu
 from jaxinfer.types import ParamSpec
-from pallas_kernels import few_rows
+from pallas_kernels import one_row
 from pallas_kernels.choice import HOPPER, Target
 from tests.fakes import random_model
 from tests.quant.examples import INPUTS
@@ -109,6 +111,21 @@ def test_abstract_weights_in_another_layout(layout, inputs, shape, wanted):
     spec = {"matrix": ParamSpec(shape, (None,) * len(shape), inputs=inputs)}
     _, found = laid_out(spec, {"matrix": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}, layout)
     assert found["matrix"].weight == jax.ShapeDtypeStruct(wanted, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_transposed])
+def test_one_row_of_16_bits_is_multiplied_by_slices(monkeypatch, product):
+    """The result is close to that of the row in a batch; weights that cannot be sliced get a second row."""
+    counts = []
+    inner = one_row.dot
+    monkeypatch.setattr(one_row, "dot", lambda *arguments: counts.append(arguments[3]) or inner(*arguments))
+    for inputs in (256, 300):
+        shape = (inputs, 2, 40) if product is matmul else (2, 40, inputs)
+        x, weight = (numbers(*each).astype(jnp.bfloat16) for each in ((3, inputs), shape))
+        found = product(x[:1, None], weight)
+        assert found.shape == (1, 1, 2, 40)
+        assert_near(found[0].astype(jnp.float32), product(x, weight)[:1].astype(jnp.float32), 5e-3)
+    assert counts == [8 if product is matmul else 16]
 
 
 def test_one_row_of_heads_has_a_second_one():
@@ -208,13 +225,28 @@ def test_a_single_sequence_has_one_row_where_that_is_fast(dtype, weights, settin
     assert resolve_for(model, config, "cpu", mesh).rows == rows
 
 
+AMX = "fpu avx512_bf16 amx_bf16 amx_tile"
+
+
 @pytest.mark.parametrize(
-    ("amx", "compiler", "wanted"),
-    [(True, True, "in last"), (True, False, "in last"), (False, True, "in last"), (False, False, None)],
+    ("flags", "rows", "itemsize", "wanted"),
+    [
+        (AMX, 2, 2, "in last"),
+        (AMX, 1, 4, "in last"),
+        (AMX, 1, 2, "in first"),
+        ("fpu avx512_bf16", 1, 2, "in first"),
+        ("fpu avx512_bf16", 1, 4, None),
+        ("fpu avx512_bf16", 8, 2, None),
+        ("amx_bf16x", 2, 2, None),
+    ],
 )
 def test_weights_lie_as_the_processor_likes_them(
-    monkeypatch: pytest.MonkeyPatch, amx: bool, compiler: bool, wanted: str | None
+    tmp_path: pathlib.Path, flags: str, rows: int, itemsize: int, wanted: str | None
 ) -> None:
-    monkeypatch.setattr(few_rows, "unavailable", lambda: None if compiler else "no compiler")
-    monkeypatch.setattr(few_rows, "has_amx", lambda: amx)
-    assert layout_for_cpu() == wanted
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nbugs\t\t: amx_bf16\nflags\t\t: {flags}\n")
+    assert layout_for_cpu(rows, itemsize, file) == wanted
+
+
+def test_a_processor_that_says_nothing_of_itself(tmp_path: pathlib.Path) -> None:
+    assert layout_for_cpu(2, 2, tmp_path / "absent") is None

@@ -39,7 +39,6 @@ class Calibration:
         decode_agrees: whether decode rows and chunks of all sizes write bitwise identical keys and values: prompts may
         reuse generated tokens, and generated tokens may be recomputed in chunks.
         decode_sizes: rows of the bitwise equivalent decode programs, ascending.
-        mixed_sizes: sizes of the chunks whose programs with decode rows are bitwise equivalent to two programs.
         multi_step: maximum decode steps of one plan.
         costs: measured costs of swapping and of recomputing.
     """
@@ -49,7 +48,6 @@ class Calibration:
     exact_resume: bool
     decode_agrees: bool
     decode_sizes: list[int]
-    mixed_sizes: list[int]
     multi_step: int
     costs: Costs
 
@@ -91,11 +89,10 @@ def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str,
         resume = all(probe.exact_resume(classes) for probe in probes)
         if resume and tokens + probes[0].decode_tokens() <= most:
             agrees = all(probe.decode_agrees(classes) for probe in probes)
-    sizes, mixed = [*engine.decode_sizes], [*engine.mixed_prefill_sizes]
+    sizes = [*engine.decode_sizes]
     if exact:
         proven = [probe.decode_sizes(limits) for probe in probes]
         sizes = [size for size in sizes if all(size in each for each in proven)]
-        mixed = probes[0].mixed_sizes(limits)
     several = engine.multi_step > 1 and (not exact or all(probe.multi_step(limits, sizes) for probe in probes))
     return {
         "prefill_batches": batches,
@@ -103,7 +100,6 @@ def _try_out(executor: Executor, prepared: Prepared, platform: str) -> dict[str,
         "exact_resume": resume,
         "decode_agrees": agrees,
         "decode_sizes": sizes,
-        "mixed_sizes": mixed,
         "multi_step": engine.multi_step if several else 1,
     }
 

@@ -107,13 +107,6 @@ class PrefillBatch(NamedTuple):
         return self._replace(loras=None, images=None, axes=None, ends=None)
 
 
-class MixedBatch(NamedTuple):
-    """A prompt chunk, and decode rows that may follow it."""
-
-    chunk: PrefillBatch
-    rows: DecodeBatch
-
-
 def as_text(batch: PrefillBatch, engine: ResolvedEngine) -> PrefillBatch:
     """Return chunks of text with the arrays that an engine with images needs."""
     if engine.images is None:
@@ -167,13 +160,12 @@ class Command[Result]:
 class Decode(Command[Sampled]):
     """Sample one token for each row of a microbatch. ``masks``: allowed tokens of rows with a grammar, see
     `jaxinfer.sampling.sample`; None: there is no grammar. ``asks``: what rows ask of the outputs for training; None:
-    nothing. ``chunk``: a prompt chunk that is computed in the same pass over the weights, before the rows."""
+    nothing."""
 
     microbatch: int
     batch: DecodeBatch
     masks: Int32[np.ndarray, "rows words"] | None = None
     asks: Int32[np.ndarray, "rows asks"] | None = None
-    chunk: PrefillBatch | None = None
     by_last_stage = True
 
 

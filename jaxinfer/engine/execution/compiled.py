@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.compilations import Fingerprints, compiler_options, lower, timed
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, MixedBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.encoder import abstract_layout, make_encode
 from jaxinfer.engine.execution.kernel_trial import try_kernels
@@ -27,7 +27,6 @@ from jaxinfer.engine.execution.step import (
     StepState,
     make_decode,
     make_decode_many,
-    make_mixed,
     make_move_programs,
     make_pass_programs,
     make_prefill,
@@ -52,8 +51,8 @@ ADAPTED = "_adapted"  # suffix of the names of programs with adapters
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``decode`` and ``decode_many`` by rows (none where
-    the stage has none), ``prefill`` by chunk size and number of chunks, ``mixed`` by chunk size, ``export`` and
-    ``restore`` by number of pages, ``encode`` by patch rows of an image. They take a batch as `pack` makes it.
+    the stage has none), ``prefill`` by chunk size and number of chunks, ``export`` and ``restore`` by number of pages,
+    ``encode`` by patch rows of an image. They take a batch as `pack` makes it.
 
     On all stages but the last, ``decode`` and ``prefill`` are those of `make_pass_programs`, and the programs that need
     the head or the sampler are None. ``decode_many`` is empty where one step is the most. A draft model or head has
@@ -70,7 +69,6 @@ class CompiledStage:
     decode: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     draft: Any = None
     decode_many: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    mixed: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     prefill_logprobs: Any = None
     admit: Any = None
     save_slot: Any = None
@@ -87,10 +85,9 @@ class CompiledStage:
     def temporaries(self) -> int:
         """Return the bytes that the program with the largest working set uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None
-        own = (*self.decode.values(), *self.mixed.values(), *self.encode.values())
-        programs = (*own, self.draft, widest, self.prefill_logprobs)
-        most = max(temporary_bytes(program) for program in programs if program is not None)
-        return most if self.adapted is None else max(most, self.adapted.temporaries())
+        programs = (*self.decode.values(), *self.encode.values(), self.draft, widest, self.prefill_logprobs)
+        own = max(temporary_bytes(program) for program in programs if program is not None)
+        return own if self.adapted is None else max(own, self.adapted.temporaries())
 
 
 class _Job(NamedTuple):
@@ -215,8 +212,7 @@ class _Work:
             for kind in ("export", "restore")
         }
         encode = {rows: done.pop(name) for rows in self.engine.encoder_sizes if (name := f"encode_{rows}") in done}
-        mixed = {size: done.pop(name) for size in self.engine.prefill_sizes if (name := f"mixed_{size}") in done}
-        return CompiledStage(prefill, decode=decode, decode_many=many, mixed=mixed, encode=encode, **moving, **done)
+        return CompiledStage(prefill, decode=decode, decode_many=many, encode=encode, **moving, **done)
 
     # ---- programs
 
@@ -265,20 +261,15 @@ class _Work:
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         drafted, jobs = self._drafted() if engine.drafts_on_device else None, {}
         for rows in self.engine.decode_sizes:
-            batch = self._decode_batch(rows)
-            given = (params, slots, state, batch, self._arriving(rows), drafted, *self._beside_rows(rows))
+            batch, masks = self._decode_batch(rows), self._ints(rows, mask_words(sampler)) if engine.grammars else None
+            asks = self._ints(rows, ASKS) if engine.enable_training_outputs else None
+            given = (params, slots, state, batch, self._arriving(rows), drafted, masks, asks)
             one = _renamed(decode, name := self.sized("decode", rows))
             jobs[name] = _Job(one, given, 2, (carried, out), loops | engine.drafts_leave_states, batch=3)
             if engine.multi_step > 1 and batch.owners is None:
                 several = (params, slots, state, batch, self._ints())
                 many = _renamed(decode_many, name := self.sized("decode_many", rows))
                 jobs[name] = _Job(many, several, 2, (carried, out, out), loops=True, batch=3)
-        for size in engine.mixed_prefill_sizes:
-            rows = engine.decode_sizes[0]
-            both = MixedBatch(self._prefill_batch(size, 1), self._decode_batch(rows))
-            mixed = _renamed(make_mixed(decode), name := f"mixed_{size}")
-            arguments = (params, slots, state, both, None, None, *self._beside_rows(rows))
-            jobs[name] = _Job(mixed, arguments, 2, (carried, out), loops, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._entering(largest), self._ints(largest))
         with_logprobs = make_prefill_logprobs(
@@ -286,11 +277,6 @@ class _Work:
         )
         jobs["prefill_logprobs"] = _Job(with_logprobs, prompt, 1, (pages, out), loops, batch=2)
         return jobs | self._prefill_jobs(make_prefill(self.stage, backend, spread_tokens=spread), pages)
-
-    def _beside_rows(self, rows: int) -> tuple[Any, Any]:
-        """Return the masks of grammars and what rows ask of the outputs for training, None where there is none."""
-        masks = self._ints(rows, mask_words(self.arrays.sampler)) if self.engine.grammars else None
-        return masks, self._ints(rows, ASKS) if self.engine.enable_training_outputs else None
 
     @property
     def _routed(self) -> bool:

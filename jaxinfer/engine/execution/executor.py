@@ -24,7 +24,6 @@ from jaxinfer.engine.execution.commands import (
     DraftBatch,
     Executor,
     HeadBatch,
-    MixedBatch,
     PrefillBatch,
     PromptNumbers,
 )
@@ -402,11 +401,8 @@ class LocalExecutor:
         run, params, packed = last.programs(batch)
         masks = self._open_masks.get(rows) if command.masks is None else command.masks
         asks = self._no_asks.get(rows) if command.asks is None else command.asks
-        program = run.decode[rows]
-        if command.chunk is not None:
-            program, packed = run.mixed[command.chunk.tokens.shape[1]], pack(MixedBatch(command.chunk, batch))
         operands = packed, arriving, chosen.drafted, masks, asks
-        state, sampled = program(params, chosen.slots, self._state(chosen), *operands)
+        state, sampled = run.decode[rows](params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
         return sampled
 

@@ -45,7 +45,6 @@ from jaxinfer.spec import leading_paths, make_drafter
 from jaxinfer.types import VISION, walk_specs
 from jaxinfer.weights.errors import WeightsError
 from jaxinfer.weights.fit import fitted, is_spec
-from pallas_kernels import few_rows
 
 _log = logging.getLogger("jaxinfer.start")
 
@@ -280,18 +279,15 @@ def _defaults_for(model: Model, config: EngineConfig, platform: str, mesh: Mesh 
         own = [] if mesh is None else own_devices(mesh)
         return of_platform(platform, min(map(device_memory, own), default=0))
     found = of_platform(platform)
-    by_kernel = _few_rows_by_kernel(model, config, mesh)
-    # XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than those of two.
-    one = not rounds_activations(model.params) if model.dtype.itemsize > 2 else by_kernel
-    alike = few_rows.most_rows(model.dtype) if by_kernel else 0
-    most = _prefill_rows(model, found.max_prefill_rows)
-    return found._replace(min_rows=1 if one else 2, max_prefill_rows=most, alike_rows=alike)
+    rows = 1 if _one_row_is_fast(model, config, mesh) else 2
+    return found._replace(min_rows=rows, max_prefill_rows=_prefill_rows(model, found.max_prefill_rows))
 
 
-def _few_rows_by_kernel(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
-    """Whether `pallas_kernels.few_rows` computes all products of few rows on a CPU."""
-    if few_rows.unavailable() is not None:
-        return False
+def _one_row_is_fast(model: Model, config: EngineConfig, mesh: Mesh | None) -> bool:
+    """Whether one row runs fast. XLA:CPU runs products of one row of 16-bit or 8-bit numbers twenty times slower than
+    those of two, except for unsharded arrays, see `pallas_kernels.one_row`."""
+    if model.dtype.itemsize > 2:
+        return not rounds_activations(model.params)
     weights = jax.tree.leaves(model.params, is_leaf=is_stored)
     plain = all(isinstance(weight, Unquantized) or not is_stored(weight) for weight in weights)
     return plain and not config.enable_lora and (mesh is None or mesh.size == 1)

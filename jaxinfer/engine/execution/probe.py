@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -46,8 +45,8 @@ _FIRST = 3
 # blocks and splits.
 _CONTEXTS = (64, 512, 1024, 2048)
 _SNAPSHOT = -1  # greatest of the snapshot numbers reserved for the probe, which has one for each row
-# Most decode steps of a comparison: a step is cheaper than a chunk, with fewer tokens. And the most rows to compare.
-_DECODE_STEPS, _SEEN_ROWS = 400, 16
+# Limits for decode steps: a step is cheaper than a chunk, with fewer tokens. Up to this many rows are compared.
+_DECODE_ROUNDS, _SEEN_ROWS = 400, 16
 _DRAWS = 8  # attempts to find steps in which not all rows sample a stop token, which ends them
 _ADAPTERS = 2  # adapters used by the probe
 
@@ -279,16 +278,9 @@ class Probe:
         return [*found, largest]
 
     def _fewer_rows_agree(self, size: int) -> bool:
-        """Compare a step of some rows in the largest program with that of the same rows in the program of ``size``, or
-        with several steps there if it has fewer."""
-        seen = min(self._most_seen(), self._most_rows)
-        if size < seen:
-            rows = np.arange(seen // size * size, dtype=np.int32)
-        else:
-            rows = np.unique(np.linspace(0, size - 1, seen).round().astype(np.int32))
+        rows = np.unique(np.linspace(0, size - 1, min(size, self._most_seen())).round().astype(np.int32))
         rounds = self._rounds(len(rows))
-        few = rounds * (1 + math.ceil(len(rows) / size)) <= _DECODE_STEPS
-        return few and all(self._steps_agree(rows, size, number) for number in range(rounds))
+        return rounds <= _DECODE_ROUNDS and all(self._steps_agree(rows, size, number) for number in range(rounds))
 
     def _most_seen(self) -> int:
         """Return the maximum rows to compare: each has its own page, and state, besides those that it reads."""
@@ -296,19 +288,17 @@ class Probe:
         return max(1, min(_SEEN_ROWS, places // 2))
 
     def _steps_agree(self, rows: Int32[np.ndarray, " seen"], size: int, number: int) -> bool:
-        """Compare keys and values, and the results of the slots that both programs have; in the first rounds another
-        step overwrites keys and values between them."""
+        """Run one step in both programs; between them another step overwrites the results."""
+        batch, own = self._step_probe(rows, size, number)
         whole, slots = idle_batch(self._engine, self._groups), [int(row) for row in rows]
-        batch, own = self._step_probe(rows, max(size, len(rows)), number)
-        batch, both = with_rows(batch, like=whole), rows[rows < size]
         self._save(slots)
         bits = []
-        for steps in ([batch], [_some_rows(batch, first, size) for first in range(0, max(1, len(rows)), size)]):
-            sampled, *_ = [self._executor.run(commands.Decode(0, step)) for step in steps]
+        for step in (with_rows(batch, like=whole), batch):
+            sampled = self._executor.run(commands.Decode(0, step))
             written = self._page_bytes(own)
-            bits.append([written, *(np.asarray(leaf)[both] for leaf in jax.tree.leaves(sampled))])
-            if number < len(_CONTEXTS):
-                self._executor.run(commands.Decode(0, batch._replace(tokens=(whole.tokens + 2).clip(0))))
+            bits.append([written, *(np.asarray(leaf)[rows] for leaf in jax.tree.leaves(sampled))])
+            others = with_rows(batch, like=whole)._replace(tokens=(whole.tokens + 2).clip(0))
+            self._executor.run(commands.Decode(0, others))
             self._executor.wait()  # ranks would restore before they decode
             self._restore(slots)
         self._drop(slots)
@@ -328,59 +318,6 @@ class Probe:
         tables[:, rows, : before + 1] = np.concatenate([earlier, own[:, None]], axis=1)
         positions[rows], tokens[rows] = before * page + offsets, self._tokens(count)
         return batch._replace(tokens=tokens, positions=positions, generated=np.zeros_like(tokens), tables=tables), own
-
-    # ---- a chunk and decode rows in one program
-
-    def mixed_sizes(self, limits: SamplingLimits) -> list[int]:
-        """Return the sizes of chunks whose programs with decode rows are equivalent to two programs: tokens and log
-        probabilities agree, and bitwise keys and values of the chunk and of the rows."""
-        if not self._engine.mixed_prefill_sizes:
-            return []
-        rows = self._engine.decode_sizes[-1]
-        self._executor.run(commands.SetSlots(0, _every_feature(rows, limits)._asdict()))
-        found = [size for size in self._engine.mixed_prefill_sizes if self._mixed_agrees(size)]
-        self._executor.run(commands.SetSlots(0, HostSlots(rows, limits).snapshot()._asdict()))
-        return found
-
-    def _mixed_agrees(self, size: int) -> bool:
-        starts = self._starts(size)
-        rounds = self._rounds(sum(min(size, self._room - 1 - start) for start in starts))
-        return rounds <= _ROUNDS and all(self._mixed_bits_agree(start, size) for _ in range(rounds) for start in starts)
-
-    def _mixed_bits_agree(self, start: int, size: int) -> bool:
-        """Compare a chunk, the row of the next token, and a row of another sequence where there is a page for it."""
-        tokens = self._tokens(min(size, self._room - 1 - start))
-        chunk, rows = self._chunk(tokens, start, size, start == 0), self._rows_after(start + len(tokens))
-        slots, pages = range(len(rows.positions)), np.unique(rows.tables[0])
-        idle = idle_batch(self._engine, self._groups)
-        self._save(slots)
-        bits = []
-        for together in (False, True):
-            # Other keys and values than those to compare.
-            self._executor.run(commands.Prefill(chunk._replace(tokens=(chunk.tokens + 1) % self._vocab)))
-            others = rows._replace(tokens=(rows.tokens + 1) % self._vocab)
-            self._executor.run(commands.Decode(0, with_rows(others, like=idle)))
-            self._executor.wait()  # ranks would restore before they decode
-            self._restore(slots)
-            if not together:
-                self._executor.run(commands.Prefill(chunk))
-            step = commands.Decode(0, rows, chunk=chunk) if together else commands.Decode(0, with_rows(rows, like=idle))
-            sampled = self._executor.run(step)
-            bits.append([self._page_bytes(pages), *(np.asarray(x)[: len(slots)] for x in jax.tree.leaves(sampled))])
-            self._restore(slots)
-        self._drop(slots)
-        return _equal(*bits)
-
-    def _rows_after(self, position: int) -> DecodeBatch:
-        """Make decode rows of the smallest program: the row of `_chunk`'s sequence at ``position``, and one of another
-        sequence."""
-        engine, count = self._engine, self._engine.decode_sizes[0]
-        batch = idle_batch(engine, self._groups, count)
-        tables, positions, tokens = batch.tables.copy(), batch.positions.copy(), self._tokens(count)
-        tables[:, 0], positions[0] = np.arange(engine.table_width), position
-        if count > 1 and engine.num_pages > engine.table_width:
-            tables[:, 1, 0], positions[1] = engine.table_width, engine.page_size - 1
-        return batch._replace(tokens=tokens, positions=positions, generated=np.zeros_like(tokens), tables=tables)
 
     # ---- several decode steps at once
 
@@ -545,13 +482,6 @@ def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
 def _of_rows(steps: list[np.ndarray], rows: int) -> list[np.ndarray]:
     """Return the first rows of step results ``[steps, rows, ...]``; scalars are unchanged."""
     return [array if array.ndim == 0 else array[:, :rows] for array in steps]
-
-
-def _some_rows(batch: DecodeBatch, first: int, count: int) -> DecodeBatch:
-    """Return ``count`` rows of a step from row ``first``."""
-    some = slice(first, first + count)
-    parts = {name: None if part is None else part[some] for name, part in batch._asdict().items() if name != "tables"}
-    return DecodeBatch(tables=batch.tables[:, some], **parts)
 
 
 def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:

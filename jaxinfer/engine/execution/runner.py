@@ -64,7 +64,6 @@ class Runner:
         vocab: size of the vocabulary.
         prefill_batches: chunks that run together, by prefill size (`Calibration`).
         decode_sizes: rows of the decode programs, ascending (`Calibration`).
-        mixed_sizes: sizes of chunks that may run in one program with decode rows (`Calibration`).
         vision: the vision tower, where plans have images.
     """
 
@@ -78,12 +77,11 @@ class Runner:
         prefill_batches: Mapping[int, int],
         decode_sizes: Sequence[int],
         vision: Vision | None = None,
-        mixed_sizes: Sequence[int] = (),
     ) -> None:
         self._vision = vision
         self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
         self._groups, self._rows = tables.shape[0], engine.rows // engine.microbatches
-        self._prefill_batches, self._decode_sizes, self._mixed_sizes = prefill_batches, decode_sizes, mixed_sizes
+        self._prefill_batches, self._decode_sizes = prefill_batches, decode_sizes
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
         self._device_slots = [slots.snapshot() for slots in self._slots]  # current values on the device
         self._snapshots = SnapshotNumbers()
@@ -113,9 +111,9 @@ class Runner:
         for encode in plan.encodes:
             assert self._vision is not None
             self._executor.run(encode_command(self._vision, self._engine, encode))
-        prompt, chunk = self._prefills(plan)
+        prompt = self._prefills(plan.prefills)
         drafted = self._draft(plan) if plan.drafts and self._engine.drafts_on_device else None
-        sampled, ran = self._decode(plan, chunk) if plan.decodes else (None, None)
+        sampled, ran = self._decode(plan) if plan.decodes else (None, None)
         return Launched(plan, sampled, ran, prompt, drafted)
 
     def read(self, launched: Launched | None) -> StepResult | None:
@@ -199,32 +197,19 @@ class Runner:
 
     # ---- prompts
 
-    def _prefills(self, step: StepPlan) -> tuple[list[PromptNumbers | None], PrefillBatch | None]:
-        """Launch all chunks, several in one program where there is a wide one for their size. Also returns the last
-        chunk, not launched, if it runs in one program with the step's rows."""
-        plans = step.prefills
+    def _prefills(self, plans: list[PrefillPlan]) -> list[PromptNumbers | None]:
+        """Launch all chunks, several in one program where there is a wide one for their size."""
         results: list[PromptNumbers | None] = [
             self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans
         ]
-        batches = list(self._batches([plan for plan in plans if not plan.logprobs]))
-        last = batches.pop() if batches and self._mixes(step, batches[-1]) else None
-        for batch in batches:
-            self._executor.run(commands.Prefill(batch))
-        return results, last
-
-    def _batches(self, plans: list[PrefillPlan]) -> Iterator[PrefillBatch]:
         wide = self._prefill_batches
-        for plain in self._together(plans):
+        for plain in self._together([plan for plan in plans if not plan.logprobs]):
             for group in group_chunks([plan.chunk.size for plan in plain], wide):
                 size = plain[group[0]].chunk.size
                 count = 1 if len(group) == 1 else wide[size]
-                yield self._prefill_batch([plain[index] for index in group], size, count)
-
-    def _mixes(self, step: StepPlan, batch: PrefillBatch) -> bool:
-        """Whether one program computes this batch and the step's rows."""
-        (count, size), rows = batch.tokens.shape, step.decodes
-        one = count == 1 and size in self._mixed_sizes and step.steps == 1
-        return one and bool(rows) and self._last_row(rows) < self._engine.decode_sizes[0]
+                batch = self._prefill_batch([plain[index] for index in group], size, count)
+                self._executor.run(commands.Prefill(batch))
+        return results
 
     def _together(self, plans: list[PrefillPlan]) -> list[list[PrefillPlan]]:
         """Group chunks for one program: one chunk per sequence with states, from which the next one continues, and
@@ -319,16 +304,16 @@ class Runner:
         tables = tables[:0] if engine.drafts_from_one_state else tables
         return HeadBatch(owners, tokens, positions, last, generated, bases, limits, tables)
 
-    def _decode(self, plan: StepPlan, chunk: PrefillBatch | None) -> tuple[Sampled, jax.Array | None]:
+    def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
         if self._catch_up:
             self._restore_caught_up(plan.decodes)
-        count = self._fewest_rows(plan) if chunk is None else self._engine.decode_sizes[0]
+        count = self._fewest_rows(plan)
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes, count), None
         if plan.steps > 1:
             sampled, ran = self._executor.run(commands.DecodeMany(batch, plan.steps))
         else:
             asks = asks_of_rows(plan.decodes, count) if self._engine.enable_training_outputs else None
-            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan, count), asks, chunk))
+            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan, count), asks))
         logprobs = sampled.logprobs if wants_logprobs(plan.decodes) else None
         for array in jax.tree.leaves((ran, sampled.tokens, logprobs, wanted_arrays(plan.decodes, sampled))):
             array.copy_to_host_async()
@@ -336,12 +321,8 @@ class Runner:
 
     def _fewest_rows(self, plan: StepPlan) -> int:
         """Return the smallest decode program size that covers all rows of the plan and their sequences' slots."""
-        last = self._last_row(plan.decodes)
+        last = max(max(row.row, row.sequence.slot // self._engine.microbatches) for row in plan.decodes)
         return next(size for size in self._decode_sizes if size > last)
-
-    def _last_row(self, rows: list[DecodePlan]) -> int:
-        """Return the last of all rows and their sequences' slots."""
-        return max(max(row.row, row.sequence.slot // self._engine.microbatches) for row in rows)
 
     def _masks(self, plan: StepPlan, count: int) -> Int32[np.ndarray, "rows words"] | None:
         """Return masks of all rows; all tokens where a row has none. None if no row has one: no transfer is needed."""

@@ -14,27 +14,10 @@ from jax import lax
 from jax.export import register_namedtuple_serialization
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from jaxinfer.engine.execution.commands import (
-    DecodeBatch,
-    DraftBatch,
-    HeadBatch,
-    MixedBatch,
-    PrefillBatch,
-    PromptNumbers,
-)
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch, PromptNumbers
 from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.kv.pool import (
-    DecodeAttend,
-    LayerPool,
-    MixedAttend,
-    Pool,
-    PrefillAttend,
-    StatePool,
-    copy_pages,
-    pages_of,
-    with_pages,
-)
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, Pool, PrefillAttend, StatePool, copy_pages, pages_of, with_pages
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.layers.base import Positions
 from jaxinfer.layers.merged import Merged
@@ -77,10 +60,8 @@ for _result in (StepState, LayerPool, StatePool, SlotParams, SlotState, Sampled,
     register_namedtuple_serialization(_result, serialized_name=f"{_result.__module__}.{_result.__name__}")
 
 
-def pack(batch: DecodeBatch | DraftBatch | HeadBatch | MixedBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
+def pack(batch: DecodeBatch | DraftBatch | HeadBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
     """Pack all arrays of a batch into one."""
-    if isinstance(batch, MixedBatch):
-        return np.concatenate([pack(batch.chunk), pack(batch.rows)])
     return np.concatenate([np.asarray(leaf, np.int32).reshape(-1) for leaf in batch if leaf is not None])
 
 
@@ -173,7 +154,7 @@ def make_decode(
     A step may have fewer rows than there are slots: they are those of the first slots (and their drafts), and the state
     of the remaining slots is unchanged. ``arriving`` are the hidden states of the stage before; None where there is
     none. ``drafted`` are the tokens drafted on the device for the slots, ``masks`` those of grammars,
-    ``asks`` what rows ask of the outputs for training. ``chunk`` is a prompt chunk in the same pass over the weights.
+    ``asks`` what rows ask of the outputs for training.
 
     Args:
         most_drafts: maximum draft depth.
@@ -192,7 +173,6 @@ def make_decode(
         drafted: Int[Array, "slots drafts"] | None = None,
         masks: Int32[Array, "rows words"] | None = None,
         asks: Int32[Array, "rows asks"] | None = None,
-        chunk: PrefillBatch | None = None,
     ) -> tuple[StepState, Sampled]:
         active, rows = batch.positions >= 0, batch.positions.shape[0]
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
@@ -200,16 +180,13 @@ def make_decode(
         owners = batch.owners if spec.stateful else None
         turns = None if traced_size("kv_heads") == 1 else 1 + most_drafts
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend, owners, turns)
-        given = x, _row_positions(batch), attend
-        tapped, experts = stage.routed(params, *_after_chunk(chunk, *given), state.pools, experts=routed)
+        tapped, experts = stage.routed(params, x, _row_positions(batch), attend, state.pools, experts=routed)
         hidden, features, pools = tapped
-        if chunk is not None:
-            hidden, experts = hidden[-rows:], None if experts is None else experts[-rows:]
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         at, done = batch.positions + 1, batch.generated
-        asked = (at, done, active, max_logprobs, drafts, masks, asks)
-        sampled, slot_state = sample(logits, slots, state.slots, *asked, whole=whole, typical=typical)
+        given = (at, done, active, max_logprobs, drafts, masks, asks)
+        sampled, slot_state = sample(logits, slots, state.slots, *given, whole=whole, typical=typical)
         if sampled.extras is not None:
             sampled = sampled._replace(extras=sampled.extras._replace(routed=experts))
         if drafts is not None:
@@ -223,30 +200,6 @@ def make_decode(
         return StepState(pools, last_tokens, slot_state, kept), sampled
 
     return decode
-
-
-def make_mixed(decode: Callable[..., tuple[StepState, Sampled]]) -> Callable[..., tuple[StepState, Sampled]]:
-    """Make the program of a prompt chunk and decode rows from that of the rows."""
-
-    def mixed(params: Any, slots: SlotParams, state: StepState, batch: MixedBatch, *operands: Any) -> Any:
-        return decode(params, slots, state, batch.rows, *operands, chunk=batch.chunk)
-
-    return mixed
-
-
-def _after_chunk(chunk: PrefillBatch | None, x: Any, positions: Any, attend: DecodeAttend) -> tuple[Any, Any, Any]:
-    """Put the tokens of a prompt chunk before decode rows; returns the inputs of the model for all."""
-    if chunk is None:
-        return x, positions, attend
-    chunks = PrefillAttend(attend.spec, chunk.tables, chunk.starts, chunk.lengths, attend.backend)
-    together = jnp.concatenate([chunk.tokens.reshape(-1), x]), jnp.concatenate([_chunk_positions(chunk), positions])
-    return *together, MixedAttend(chunks, attend)
-
-
-def _chunk_positions(batch: PrefillBatch) -> Int[Array, " tokens"]:
-    """Return the positions of the tokens of chunks, one chunk after another; -1 of padding."""
-    index = jnp.arange(batch.tokens.shape[1])
-    return jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1).reshape(-1)
 
 
 def _row_positions(batch: DecodeBatch) -> Positions:
@@ -313,7 +266,8 @@ def _chunks(
 
     def chunks(params: Any, pools: list[Pool], batch: PrefillBatch, arriving: Any) -> tuple[list[Pool], Any, Any, Any]:
         attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend, batch.ends)
-        at = _chunk_positions(batch)
+        index = jnp.arange(batch.tokens.shape[1])
+        at = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1).reshape(-1)
         positions = at if batch.axes is None else AxisPositions(at, jnp.moveaxis(batch.axes, 1, 0).reshape(3, -1))
         # Chunks end to end: the matrix products see one matrix.
         x = _entering(batch, arriving) if stage.first else arriving

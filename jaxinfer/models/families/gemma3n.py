@@ -39,7 +39,6 @@ from jaxinfer.models.specs import cache_spec, decoder, gated_mlp, linear, plain,
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_transposed
 from jaxinfer.types import LayerSpec, ParamTree
-from pallas_kernels.sums import over_last
 
 # Defaults of transformers for fields missing from config.json.
 _DEFAULTS = {
@@ -148,9 +147,7 @@ class SparseMLP(GatedMLP):
         gate_up = matmul_transposed(all_tokens(x), self.weight("gate_up"))
         gate, up = gate_up[..., 0, :].astype(jnp.float32), gate_up[..., 1, :]
         deviations = statistics.NormalDist().inv_cdf(self.sparsity)
-        mean = over_last(gate) / gate.shape[-1]
-        deviation = jnp.sqrt(over_last(jnp.square(gate - mean)) / gate.shape[-1])
-        least = mean + deviations * deviation
+        least = jnp.mean(gate, -1, keepdims=True) + deviations * jnp.std(gate, -1, keepdims=True)
         hidden = ACTIVATIONS[self.activation](jax.nn.relu(gate - least)).astype(x.dtype) * up
         return own_tokens(matmul(hidden, self.weight("down")))
 
@@ -267,7 +264,7 @@ class Gemma3n(PerLayerDecoder):
 
 def _as_large(x: Hidden, other: Hidden) -> Hidden:
     """Rescale ``x`` to the root mean square of ``other``."""
-    have, want = (over_last(jnp.square(each.astype(jnp.float32))) / x.shape[-1] for each in (x, other))
+    have, want = (jnp.mean(jnp.square(each.astype(jnp.float32)), -1, keepdims=True) for each in (x, other))
     return (x * (jnp.sqrt(want) / jnp.sqrt(jnp.maximum(have, _LEAST_SQUARE)))).astype(x.dtype)
 
 

@@ -49,7 +49,7 @@ def test_an_accelerators_pool_takes_what_weights_and_programs_leave(monkeypatch)
     plan = plan_engine(model, config, "gpu")
     llm = LLM(model, config=config, num_pages=plan.pages, compilation_cache_dir="")
     assert plan.needs.temporaries == llm.engine.temporaries() > 0
-    assert llm.engine.config.prefill_batch_sizes[1] > 1
+    assert llm.engine.config.prefill_batch_sizes[0] > 1
     assert plan.needs.weights == sum(x.nbytes for x in jax.tree.leaves(model.params))
     assert plan.pages == (int(64 * MIB * 0.9) - plan.needs.fixed) // plan.needs.page
     assert plan.pages > 2 * 8  # more than all rows can fill: the rest is prefix cache

@@ -133,7 +133,7 @@ def test_applied_log_probabilities_are_those_of_the_logits(llm, sequences):
     np.testing.assert_allclose(found, np.where(sequences.served != 0, chosen, 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"prefill_sizes": (64,)}, {"decode_sizes": (128,)}])
+@pytest.mark.parametrize("changes", [{"prefill_sizes": (64,)}, {"decode_sizes": (64,)}])
 def test_other_programs_have_other_bits(llm, sequences, changes):
     programs = llm.served_programs()
     other = dataclasses.replace(programs, engine=dataclasses.replace(programs.engine, **changes))

@@ -22,22 +22,21 @@ from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling_params import SamplingParams
-from pallas_kernels import few_rows
 from pallas_kernels.paged_attention import xla
 from tests.engine.test_invariance import bits, prompts_of
 from tests.fakes import random_model
 
 
-def demo_engine(rows: int = 512) -> LLM:
-    """Return the demo model, whose products of 128 rows and more agree on the machines that were measured."""
-    return LLM("demo", "float32", max_num_seqs=4, max_model_len=600, prefill_sizes=(128, 256), max_prefill_rows=rows)
+def demo_engine(rows: int = 256) -> LLM:
+    """Return the demo model, whose products of 64 rows and more agree on the machines that were measured."""
+    return LLM("demo", "float32", max_num_seqs=4, max_model_len=300, prefill_sizes=(64, 128), max_prefill_rows=rows)
 
 
 @pytest.mark.parametrize("rows", [1, 256])
 def test_wide_programs_are_compiled_as_asked(rows):
-    llm = LLM(random_model(), max_num_seqs=8, max_model_len=200, prefill_sizes=(16, 128), max_prefill_rows=rows)
+    llm = LLM(random_model(), max_num_seqs=8, max_model_len=200, prefill_sizes=(16, 64), max_prefill_rows=rows)
     made = set(llm.engine._executor.runtimes[-1].run.prefill)
-    assert made == {(16, 1), (128, 1)} | ({(128, 2)} if rows > 1 else set())
+    assert made == {(16, 1), (64, 1)} | ({(16, 8), (64, 4)} if rows > 1 else set())
 
 
 def test_prompts_together_give_the_bits_of_prompts_alone():
@@ -54,8 +53,8 @@ def test_prompts_together_give_the_bits_of_prompts_alone():
     assert together == [bits(narrow.generate([prompt], params)[0]) for prompt in prompts]
 
 
-SPOILED_CHUNKS = [(None, {128: 4, 256: 2}), ((128, 4), {256: 2}), ((256, 2), {128: 4})]
-SPOILED_CLASSES = [(None, {128: 0, 256: 0}), ((128, 1), {128: 0, 256: 1}), ((256, 1), {128: 0, 256: 1})]
+SPOILED_CHUNKS = [(None, {64: 4, 128: 2}), ((64, 4), {128: 2}), ((128, 2), {64: 4})]
+SPOILED_CLASSES = [(None, {64: 0, 128: 0}), ((64, 1), {64: 0, 128: 1}), ((128, 1), {64: 0, 128: 1})]
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +122,16 @@ def test_sizes_with_other_bits_are_in_other_classes(engine, spoil, classes):
 
 def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
     """The probe finds a program that is right for whole chunks and wrong for chunks that begin later."""
-    program = programs_of(engine)[128, 1]
+    program = programs_of(engine)[64, 1]
 
     def wrong(params, pools, packed, arriving):
-        batch = chunks_of(packed, 128, 1, engine)
+        batch = chunks_of(packed, 64, 1, engine)
         pools, start = program(params, pools, packed, arriving), int(batch.starts[0])
         return nudged(pools, int(batch.tables[0, 0, start // 64])) if start % 64 else pools
 
-    for prefill, resumes in [(programs_of(engine), True), ({**programs_of(engine), (128, 1): wrong}, False)]:
+    for prefill, resumes in [(programs_of(engine), True), ({**programs_of(engine), (64, 1): wrong}, False)]:
         with probe_with(engine, prefill=prefill) as probe:
-            assert probe.exact_resume({128: 0, 256: 1}) is resumes
+            assert probe.exact_resume({64: 0, 128: 1}) is resumes
 
 
 def test_a_model_that_shows_too_little_proves_nothing():
@@ -158,7 +157,7 @@ ALIKE = {"max_num_seqs": 16, "max_model_len": 128, "page_size": 16, "prefill_siz
 def alike() -> Iterator[Engine]:
     """An engine whose products have 16 rows in both programs, and whose attention has blocks of one size."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
+        patched.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
         yield LLM(random_model(), **ALIKE).engine
 
 
@@ -230,8 +229,7 @@ def several(engine: Engine, change: str) -> Any:
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
-    sizes = {"decode_sizes": (), "prefill_sizes": (16,)}
-    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, multi_step=5, **sizes)
+    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
     engine = llm.engine
     assert engine.calibration.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
@@ -248,7 +246,6 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_model_len=128,
         page_size=16,
         prefill_sizes=(16, 32),
-        decode_sizes=(),
         max_prefill_rows=1,
         multi_step=3,
         structured_output_helpers=0,
@@ -256,8 +253,7 @@ def test_programs_with_adapters_must_have_equal_bits_as_well(monkeypatch):
         max_lora_rank=4,
     )
     prepared = prepare(random_model(), config, "cpu")
-    monkeypatch.setattr(xla, "DECODE_BLOCK", xla.PREFILL_BLOCK)
-    monkeypatch.setattr(few_rows, "refusal", lambda *_: "XLA multiplies rows of chunks")
+    monkeypatch.setattr(xla, "decode_block", lambda _: xla.PREFILL_BLOCK)
     executor = LocalExecutor(prepared, mesh_for(config))
     monkeypatch.setattr(executor, "digest", lambda: None)  # the results of an earlier start belong to other programs
     found = calibrate(executor, prepared, "cpu")
